@@ -1,6 +1,6 @@
-"""Stores of keys and values that outlive the process, in files and elsewhere, verified on every read.
+"""Persistent stores of keys and values, in files and elsewhere, verified on every read.
 
-Names load on first use. Nothing here needs torch but ``transfer`` and ``below``, which move pages.
+Names load on first use. Only ``transfer`` and ``below``, which move pages, need torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Actions of ``kvloom store``, a function each."""
+"""Actions of ``kvloom store``, one function each."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from kvloom.store.survey import Found, look, runs_of
 
 _TIMEOUT = 30.0
 _SHOWN = 29
-"""Characters of a name that tell runs apart, and that show takes for the whole."""
+"""Number of first characters of a name that identify a run, which ``show`` accepts for the whole."""
 
 
 def ls(args: argparse.Namespace) -> None:
@@ -46,7 +46,7 @@ def ls(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace) -> None:
-    """Print all that one run says of itself."""
+    """Print all fields of one run."""
     backend, objects = _opened(args)
     named = [x for x in runs_of(objects) if x.name.startswith(args.name)]
     if len(named) != 1:
@@ -61,7 +61,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Read everything, and exit with 1 if something is damaged."""
+    """Read everything; exit with 1 if something is damaged."""
     backend, objects = _opened(args)
     sums = read_sums(args.key_file)
     here = [x for x in runs_of(objects) if kind_of(x.name) is Kind.RUN]
@@ -78,7 +78,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def gc(args: argparse.Namespace) -> None:
-    """Remove what is beyond limits."""
+    """Remove objects until limits hold."""
     for name in ("max_bytes", "max_age"):
         if (value := getattr(args, name)) is not None and not value >= 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
@@ -107,7 +107,7 @@ def gc(args: argparse.Namespace) -> None:
 
 
 def why(args: argparse.Namespace) -> None:
-    """Say of each page of a prompt why it is found or not."""
+    """Print for each page of a prompt why it is found or not."""
     if args.page_size < 1:
         raise ArgumentError(f"--page-size must be at least 1, got {args.page_size}")
     backend, objects = _opened(args)
@@ -133,7 +133,7 @@ def _opened(args: argparse.Namespace) -> tuple[Backend, list[Stored]]:
 
 
 def _described(x: Found) -> dict[str, Any]:
-    """Everything that a run says of itself."""
+    """All fields of a run."""
     described: dict[str, Any] = {"name": x.stored.name, "size": x.stored.size, "used": x.stored.used}
     if x.problem:
         described["problem"] = x.problem
@@ -152,7 +152,7 @@ def _described(x: Found) -> dict[str, Any]:
 
 
 def _kept(run: Run) -> str:
-    """How the first layer keeps its keys and, if otherwise, its values."""
+    """Format of the first layer's keys and, if they differ, values."""
     layer = run.fingerprint.layers[0]
     return " ".join(dict.fromkeys(side.kind for side in layer.sides))
 
@@ -171,7 +171,7 @@ def _print_lines(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _tracked(objects: Sequence[Stored], is_silent: bool) -> Iterator[Stored]:
-    """Each object, with a progress bar where somebody sees it."""
+    """Iterate over objects, with a progress bar on a terminal."""
     if is_silent or not sys.stderr.isatty():
         yield from objects
         return
@@ -195,7 +195,7 @@ def _table(*headings: str) -> Any:
 def _add_row(table: Any, *cells: str) -> None:
     from rich.text import Text
 
-    table.add_row(*map(Text, cells))  # brackets in what a file says are no markup
+    table.add_row(*map(Text, cells))  # brackets in a file's text are no markup
 
 
 def _print_table(table: Any, caption: str) -> None:

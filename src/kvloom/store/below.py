@@ -1,4 +1,4 @@
-"""A store below one pool of pages: what is sealed goes down, and what a text begins with comes up."""
+"""Store below one pool of pages: sealed pages are written to it, and prefixes of texts read from it."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,22 +21,22 @@ from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_digest
 
 _TIMEOUT: Final = 30.0
 _OPENING_SECONDS: Final = 1.0
-"""For which a new pool waits to know what its store has."""
+"""Seconds that a new pool waits for the list of its store."""
 RUN_BYTES: Final = 8 << 20
-"""Bytes of a run, if a page does not have more."""
+"""Maximum bytes of a run of several pages."""
 
 
 class StoreBelow:
     """The store of one pool.
 
     Args:
-        store: Where pages go.
-        pages: The pool.
-        tree: Finds its pages.
-        fingerprint: Whose keys and values the pool holds, and how it keeps them.
-        storages: Empty tensors of each layer as the pool has them, to read into before the first update.
-        seconds_per_token: How long computing takes; ``None`` reads whatever there is.
-        probe: Of the model; ``None`` believes the fingerprint.
+        store: Store for the pages.
+        pages: Pages of the pool.
+        tree: Prefix tree of these pages.
+        fingerprint: Model and format of the pool's keys and values.
+        storages: Empty tensors of each layer in the pool's format, to read into before the first update.
+        seconds_per_token: Time to compute a token; ``None`` to read whatever there is.
+        probe: Probe of the model; ``None`` to trust the fingerprint.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StoreBelow:
         seconds_per_token: float | None,
         probe: Probe | None,
     ) -> None:
-        """Go on with another model, or with the same one as it is now; arguments are those of the class."""
+        """Switch to another model, or to the present state of the model; arguments as of the class."""
         self.fingerprint, self._storages = fingerprint, storages
         self._seconds_per_token = seconds_per_token
         if probe is not None:
@@ -69,7 +69,7 @@ class StoreBelow:
         self.store.watch(fingerprint)
 
     def known(self, tokens: Sequence[int], salt: str) -> list[bool]:
-        """Of each full page of a text, whether the store is known to have it; nothing is asked of it."""
+        """Whether the store is known to have each full page of a text; sends no request."""
         size = self._pages.format.page_size
         ends = range(size, len(tokens) // size * size + 1, size)
         if not ends:
@@ -79,7 +79,7 @@ class StoreBelow:
             *(x.catalog.known(self.fingerprint, prefixes, ends) for x in self.store.tiers)
         )
         found = [end in known for end in ends]
-        for i in range(len(found)):  # where a store has pages of another size, what is beside a known one
+        for i in range(len(found)):  # if a store has pages of another size, also pages next to a known one
             if not found[i] and any(found[max(i - 1, 0) : i + 2]):
                 end = (i + 1) * size
                 found[i] = self.store.find(self.fingerprint, salt, tokens[:end], i * size) >= end
@@ -93,14 +93,14 @@ class StoreBelow:
         scope: str | None = None,
         first: int = 0,
     ) -> list[PageRef]:
-        """Read what follows the pages that the pool has.
+        """Read the pages after those that the pool has.
 
         Args:
-            tokens: Ids from the start of the text, all of which may be read.
+            tokens: Token ids from the start of the text, all of which may be read.
             found: Pages of the first tokens, held by the caller.
-            salt: Who may find them.
-            scope: The salt of the tree, if that is another.
-            first: Number of the first page, if a window needs none in front of it.
+            salt: Salt of the text in the store.
+            scope: Salt in the tree, if it differs.
+            first: Number of the first page, if a window needs none before it.
 
         Returns:
             ``found`` and the pages after them, held by the caller.
@@ -136,7 +136,7 @@ class StoreBelow:
             raise
 
     def load(self, tokens: Sequence[int], start: int, salt: str) -> list[Piece]:
-        """What follows the first ``start`` tokens of a text, from any thread; the pool is not asked."""
+        """Pages after the first ``start`` tokens of a text, without the pool; callable from any thread."""
         return self.store.load(
             self.fingerprint, salt, tokens, start, seconds_per_token=self._seconds_per_token
         )
@@ -145,9 +145,9 @@ class StoreBelow:
         """Save the full pages of a text that the store does not have.
 
         Args:
-            tokens: Ids from the start of the text.
-            refs: Its sealed pages.
-            salt: Who may find them.
+            tokens: Token ids from the start of the text.
+            refs: Sealed pages of the text.
+            salt: Salt of the text in the store.
             first: Number of the first of ``refs`` in the text.
         """
         size = self._pages.format.page_size
@@ -167,12 +167,12 @@ class StoreBelow:
             self.store.save(self.fingerprint, salt, text, run.start * size, size, data)
 
     def keep_part(self, tokens: Sequence[int], ref: PageRef, salt: str) -> None:
-        """Save the last page of a text, which its tokens fill in part, as pages of one token.
+        """Save the last, partly filled page of a text as pages of one token.
 
         Args:
-            tokens: Ids from the start of the text.
+            tokens: Token ids from the start of the text.
             ref: The page.
-            salt: Who may find it.
+            salt: Salt of the text in the store.
         """
         end = len(tokens)
         count = end % self._pages.format.page_size
@@ -187,13 +187,13 @@ class StoreBelow:
         self.store.save(self.fingerprint, salt, tokens, end - count, 1, data)
 
     def write_part(self, pieces: Sequence[Piece], ref: PageRef, start: int, end: int) -> None:
-        """Write tokens that were read to a page that they fill in part.
+        """Write tokens that were read to a page, which they fill partly.
 
         Args:
-            pieces: That have the tokens.
-            ref: The page, which nobody else holds.
+            pieces: Pieces with the tokens.
+            ref: The page, which has no other holder.
             start: Position of its first token.
-            end: Position behind the last one.
+            end: Position after its last token.
         """
         for piece in pieces:
             self._write(piece, [ref.id], start, end)
@@ -203,14 +203,14 @@ class StoreBelow:
         return sum(tier.counts["damaged"] for tier in self.store.tiers)
 
     def misses(self, misses: Sequence[Miss], tokens: Sequence[int], salt: str) -> list[Miss]:
-        """The pages of a text that are missed in the pool and here, and why.
+        """Misses of a text in the pool and in the store, with causes.
 
         Reads the heads of all runs of the first store.
 
         Args:
-            misses: What the pool misses.
-            tokens: The text.
-            salt: Who asks.
+            misses: Misses in the pool.
+            tokens: Token ids of the text.
+            salt: Salt of the text in the store.
         """
         verdicts = self._why(tokens, salt)
         told: list[Miss] = []
@@ -231,11 +231,11 @@ class StoreBelow:
         return told
 
     def report(self) -> dict[str, Any]:
-        """That of the store, and how long computing takes."""
+        """Report of the store, and the time to compute a token."""
         return self.store.report() | {"seconds_per_token": self._seconds_per_token}
 
     def _why(self, tokens: Sequence[int], salt: str) -> list[Verdict]:
-        """The reason of the first store for each full page of a text."""
+        """Verdict of the first store on each full page of a text."""
         tier = self.store.tiers[0]
         backend = connect(tier.url, _TIMEOUT)
         objects = sorted(backend.list_stored())
@@ -245,7 +245,7 @@ class StoreBelow:
         return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
 
     def has_storages(self) -> bool:
-        """Whether the pool keeps its tokens as the store does; makes its tensors if there are none."""
+        """Whether the pool has the format of the store; allocates its tensors if there are none."""
         storages = self._pages.storages
         if not storages:
             for i, x in self._storages.items():
@@ -260,7 +260,7 @@ class StoreBelow:
 
     def _write(self, piece: Piece, ids: Sequence[int], start: int, end: int) -> None:
         segment, run = piece.segment, piece.run
-        at = run.first + segment.pages.start * run.page_size  # of the first token that was read
+        at = run.first + segment.pages.start * run.page_size  # position of the first token that was read
         first = max(segment.start, start)
         tokens = range(first - at, min(segment.end, end) - at)
         if len(tokens):
@@ -273,23 +273,22 @@ def put_below(
     fingerprint: Fingerprint | Sequence[Fingerprint],
     seconds_per_token: float | None = None,
 ) -> StoreBelow:
-    """Put a store below a cache: ``begin`` reads what the cache lacks, ``commit`` writes in the background.
+    """Put a store below a cache: ``begin`` reads missing pages, ``commit`` writes in the background.
 
     Args:
-        cache: One without sequences.
-        store: A ``KVStore``, or URLs as it takes them.
-        fingerprint: Whose keys and values; its layers are ``layers_of(cache.pages.storages)``, its rotation
-            is ``rotation_of`` them and its smoothing ``smoothing_digest``. Of a cache with windows one for
+        cache: Cache without sequences.
+        store: A ``KVStore``, or its URLs.
+        fingerprint: Model and format; its layers are ``layers_of(cache.pages.storages)``, its rotation is
+            ``rotation_of`` them and its smoothing ``smoothing_digest``. A cache with windows needs one for
             each of ``cache.prefixes.groups``.
-        seconds_per_token: How long computing takes; ``None`` reads whatever there is.
+        seconds_per_token: Time to compute a token; ``None`` to read whatever there is.
 
-    Returns:
-        What was put below the first group. ``store.flush()`` waits until everything is written, ``report()``
-        counts.
+        Returns: The store below the first group. ``store.flush()`` waits until everything is written,
+            ``report()`` has counts.
 
     Raises:
-        ArgumentError: ``fingerprint`` says that layers keep their tokens otherwise, or there is not one for
-            each group; or ``store`` is no URL of a store.
+        ArgumentError: ``fingerprint`` has another format of layers, or there is not one for each group; or
+            ``store`` is no URL of a store.
         UnsupportedError: as ``rotation_of``.
         ModuleNotFoundError: a library that the store needs is not installed.
     """
@@ -318,7 +317,7 @@ def put_below(
 
 
 def runs_of(numbers: Sequence[int], longest: int) -> list[range]:
-    """Ascending numbers as ranges of at most ``longest``."""
+    """Group ascending numbers into contiguous ranges of at most ``longest``."""
     runs: list[range] = []
     for i in numbers:
         if runs and runs[-1].stop == i and len(runs[-1]) < longest:

@@ -1,4 +1,4 @@
-"""Which runs a store has: listed in a thread, which lets those who compute go first."""
+"""Catalog of a store's runs, which a thread of low priority lists."""
 
 import logging
 import threading
@@ -23,12 +23,12 @@ from kvloom.store.sums import Sums
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _REFRESH_SECONDS: Final = 2.0
-"""After which runs of other processes are looked for again, if that takes a twentieth of them or less."""
+"""Interval of listing runs of other processes, if a listing takes at most a twentieth of it."""
 _SHARE: Final = 20
 _SLICE: Final = 1e-3
-"""Seconds of work for which those who compute may have to wait for Python's lock."""
+"""Maximum seconds of work for which other threads may wait for Python's lock."""
 _AT_ONCE: Final = 64
-"""Heads that are read before the first of them is looked at."""
+"""Number of heads that are read before the first is parsed."""
 
 
 class Store(Protocol):
@@ -39,19 +39,19 @@ class Store(Protocol):
     readers: Readers
 
     def connected(self) -> Backend:
-        """The backend that has its objects."""
+        """Backend with the store's objects."""
 
     def attempt(self, way: str, call: Callable[[], bool], default: bool, folder: str = "") -> bool:
-        """The result of a call, or ``default`` if the store fails, or may not do it in this folder."""
+        """Result of a call, or ``default`` if the store fails or lacks permission in this folder."""
 
     def agrees(self, folder: str) -> bool:
         """Whether a folder is used."""
 
     def damaged(self, name: str, why: str) -> None:
-        """Put an object aside."""
+        """Quarantine an object."""
 
     def left_out(self, name: str, why: Exception) -> None:
-        """Note an object that is of another format or may not be read."""
+        """Record an object that has another format or may not be read."""
 
 
 class _Folder:
@@ -61,11 +61,11 @@ class _Folder:
         self.fingerprint = fingerprint
         self.index, self.objects = Index(), IndexObjects(name)
         self.ignored: set[str] = set()
-        self.doubted: set[str] = set()  # of which no index object is believed
-        self.written: set[str] = set()  # since the last listing began, which may not have them
+        self.doubted: set[str] = set()  # runs for which index objects are not trusted
+        self.written: set[str] = set()  # runs written since the last listing began, which may miss them
         self.version: float | None = None
-        self.must_list = False  # whatever the version
-        self.began = self.ended = float("-inf")  # the last listing, monotonic
+        self.must_list = False  # despite an unchanged version
+        self.began = self.ended = float("-inf")  # of the last listing, monotonic
         self.num_listed = 0
 
     @property
@@ -74,10 +74,10 @@ class _Folder:
 
 
 class Catalog:
-    """The runs of each fingerprint of one store, by their digests. Thread-safe.
+    """Runs of each fingerprint of one store, by digest. Thread-safe.
 
     Args:
-        store: Whose.
+        store: The store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -90,17 +90,17 @@ class Catalog:
         self._thread: threading.Thread | None = None
         self._num_waiting = 0
         self._is_closed = False
-        self._began = self._used = 0.0  # the listing of now, monotonic; seconds that the thread has worked
+        self._began = self._used = 0.0  # present listing, monotonic; seconds that the thread has worked
 
     def watch(self, fingerprint: Fingerprint) -> None:
-        """Begin to learn what there is of a fingerprint."""
+        """Begin to list the runs of a fingerprint."""
         with self._changed:
             folder = self._folder(fingerprint)
             if not folder.num_listed:
                 self._want(folder)
 
     def wait(self, fingerprint: Fingerprint, seconds: float) -> None:
-        """Wait for the first listing of a fingerprint, at most so long."""
+        """Wait for the first listing of a fingerprint, for at most ``seconds``."""
         with self._changed:
             folder = self._folder(fingerprint)
             if not folder.num_listed:
@@ -109,14 +109,14 @@ class Catalog:
     def find(
         self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int, wait: float | None
     ) -> list[Segment]:
-        """The same as ``Index.find``, over all runs of the store.
+        """``Index.find`` over all runs of a fingerprint.
 
         Args:
-            fingerprint: Whose runs.
+            fingerprint: Fingerprint of the runs.
             prefixes: As of ``Index.find``.
             start: The same.
             num_tokens: The same.
-            wait: Seconds to wait for a listing, if that may help; ``None`` for as long as it takes.
+            wait: Maximum seconds to wait for a listing, if it may help; ``None`` for no limit.
         """
         with self._changed:
             folder = self._folder(fingerprint)
@@ -124,7 +124,7 @@ class Catalog:
                 self._listed(folder, wait)
             found = folder.index.find(prefixes, start, num_tokens)
             if (not found or found[-1].end < num_tokens) and self._is_stale(folder, wait):
-                if wait is not None and folder.took > wait:  # it is there for the next one
+                if wait is not None and folder.took > wait:  # the next look-up will have it
                     self._want(folder)
                     return found
                 self._listed(folder, wait)
@@ -132,15 +132,15 @@ class Catalog:
             return found
 
     def refresh(self, fingerprint: Fingerprint) -> None:
-        """List the store anew, and wait for that."""
+        """List the store again, and wait for that."""
         with self._changed:
             folder = self._folder(fingerprint)
-            if self._now is folder:  # has begun before it was asked for
+            if self._now is folder:  # began before this call
                 self._listed(folder, None)
             self._listed(folder, None)
 
     def known(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> set[int]:
-        """The ends of pages up to which runs are known here; nothing is asked of the store."""
+        """Ends of pages, among ``ends``, of known runs; sends no request."""
         with self._changed:
             index = self._folder(fingerprint).index
             reached = max((x.end for x in index.find(prefixes, 0, ends[-1])), default=0)
@@ -148,20 +148,20 @@ class Catalog:
             return {end for end, x in zip(ends, digests, strict=True) if end <= reached or x in index}
 
     def has(self, run: Run) -> bool:
-        """Whether every page of a run is known to be here."""
+        """Whether every page of a run is known to be in the store."""
         with self._changed:
             index = self._folder(run.fingerprint).index
             return all(digest in index for digest in run.digests)
 
     def add(self, run: Run, head_size: int) -> None:
-        """Let a run that was written be found."""
+        """Add a run that was written."""
         with self._changed:
             folder = self._folder(run.fingerprint)
             folder.index.add(Entry.of(run, head_size))
             folder.written.add(run.name)
 
     def look_again(self, run: Run) -> None:
-        """Read the head of what has the name of a run soon, whatever is believed of it."""
+        """Read the head of the object with a run's name again soon, even if it is known."""
         with self._changed:
             folder = self._folder(run.fingerprint)
             folder.index.remove(run.name)
@@ -170,24 +170,24 @@ class Catalog:
             self._want(folder)
 
     def remove(self, name: str) -> None:
-        """Let a run be found no more."""
+        """Remove a run from the catalog."""
         with self._changed:
             for folder in self._folders.values():
                 folder.must_list |= name in folder.index.entries
                 folder.index.remove(name)
 
     def ignore(self, name: str, is_ignored: bool) -> None:
-        """Let an object be found no more, whatever is listed; or again, when its name is free."""
+        """Ignore an object in all listings, or no longer, once its name is free."""
         with self._changed:
             for folder in self._folders.values():
                 folder.index.remove(name)
                 (folder.ignored.add if is_ignored else folder.ignored.discard)(name)
 
     def corrected(self, entry: Entry) -> Entry | None:
-        """The run of this name as its head describes it now, ``None`` if it is not there.
+        """Entry of this name from its present head; ``None`` if the object is missing.
 
         Raises:
-            DamagedRun: its head says no run.
+            DamagedRun: its head is no run's.
         """
         backend, sums = self._store.connected(), self._store.sums
         listed = [x for x in backend.list_stored(f"{folder_of(entry.name)}/") if x.name == entry.name]
@@ -203,12 +203,12 @@ class Catalog:
         return found
 
     def forget(self, fingerprint: Fingerprint) -> None:
-        """Look at the runs of a fingerprint anew before they are used."""
+        """Discard the entries of a fingerprint, to be listed again before use."""
         with self._changed:
             self._folders.pop(self._store.sums.folder(fingerprint.digest), None)
 
     def close(self, timeout: float) -> None:
-        """List no more."""
+        """Stop listing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -223,12 +223,12 @@ class Catalog:
         return self._folders[name]
 
     def _is_stale(self, folder: _Folder, wait: float | None) -> bool:
-        """Whether to list again; who has time does so however long that takes."""
+        """Whether the last listing is too old; sooner if the wait has no limit."""
         seconds = 0.0 if wait is None else _SHARE * folder.took
         return time.monotonic() - folder.ended >= max(self.refresh_seconds, seconds)
 
     def _want(self, folder: _Folder) -> None:
-        """Have a folder listed; the caller holds the lock."""
+        """Request a listing of a folder; the caller holds the lock."""
         if self._is_closed or folder in self._wanted or (self._now is folder and not folder.num_listed):
             return
         self._wanted.append(folder)
@@ -238,17 +238,17 @@ class Catalog:
         self._changed.notify_all()
 
     def _listed(self, folder: _Folder, wait: float | None) -> None:
-        """Wait until a folder is listed once more; the caller holds the lock."""
+        """Wait until a folder is listed again; the caller holds the lock."""
         if wait is not None and (
             wait <= 0 or (self._now is folder and time.monotonic() - self._began > wait)
         ):
-            self._want(folder)  # one that has taken longer than the wait will hardly end within it
+            self._want(folder)  # a listing that took longer than the wait will hardly end within it
             return
         before = folder.num_listed
         if self._now is not folder:
             self._want(folder)
         self._num_waiting += 1
-        self._changed.notify_all()  # a thread that rests goes on
+        self._changed.notify_all()  # wake a thread that rests
         try:
             self._changed.wait_for(lambda: folder.num_listed > before or self._is_closed, wait)
         finally:
@@ -268,7 +268,7 @@ class Catalog:
                 self._store.attempt("read", partial(self._list, folder), False, name)
             except CancelledError:
                 pass
-            except Exception:  # whoever waits would wait for ever
+            except Exception:  # or waiting threads would wait forever
                 _LOG.exception("%s was not listed", folder.fingerprint.folder)
             with self._changed:
                 folder.began, folder.ended = began, time.monotonic()
@@ -277,7 +277,7 @@ class Catalog:
                 self._changed.notify_all()
 
     def _rest(self) -> None:
-        """Sleep after each slice of work, unless somebody waits for it."""
+        """Sleep after each slice of work, unless a thread waits for the listing."""
         if self._is_closed:
             raise CancelledError
         worked = time.thread_time() - self._used
@@ -287,7 +287,7 @@ class Catalog:
             self._used = time.thread_time()
 
     def _list(self, folder: _Folder) -> bool:
-        """Learn of runs that appeared or went since."""
+        """Update a folder's runs by a listing."""
         name = self._store.sums.folder(folder.fingerprint.digest)
         if not self._store.agrees(name):
             return False
@@ -303,7 +303,7 @@ class Catalog:
         for x in backend.list_stored(f"{name}/"):
             listed.append(x)
             self._rest()
-        if len(listed) < _AT_ONCE:  # one request, rather than many
+        if len(listed) < _AT_ONCE:  # one request instead of many
             self._store.speed.note(time.perf_counter() - asked, 0)
         here = {x.name: x for x in listed if kind_of(x.name) is Kind.RUN}
         objects = [x for x in listed if kind_of(x.name) is Kind.INDEX and x.name not in folder.ignored]
@@ -326,16 +326,16 @@ class Catalog:
                 with self._changed:
                     folder.index.add(entry)
         self._put_aside(folder, name, doubtful)
-        # What changed within the clock's last tick may change once more within it.
+        # A change within the clock's last tick may be followed by another in the same tick.
         folder.version = version if version is not None and version < began - _REFRESH_SECONDS else None
         with self._changed:
             entries = dict(folder.index.entries)
-        with suppress(OSError):  # who may not write here reads what others wrote
+        with suppress(OSError):  # without write permission the store can still be read
             folder.objects.tidy(self._store, entries, self._rest)
         return True
 
     def _put_aside(self, folder: _Folder, name: str, doubtful: Mapping[Stored, str]) -> None:
-        """Put aside what is damaged, unless it was replaced after it was listed; then it is read anew."""
+        """Quarantine damaged objects, except those replaced after the listing, which are read again."""
         if not doubtful:
             return
         backend = self._store.connected()
@@ -377,7 +377,7 @@ class Catalog:
             except DamagedRun as error:
                 doubtful[x] = str(error)
             except OSError as error:
-                folder.must_list = True  # it may be read another time
+                folder.must_list = True  # it may be readable later
                 failures += 1
                 if failures > 2 and not isinstance(error, PermissionError):
                     for _, other in calls:

@@ -1,4 +1,4 @@
-"""The arguments of ``kvloom store``. Imports no library that is optional."""
+"""Arguments of ``kvloom store``. Imports no optional library."""
 
 import argparse
 from collections.abc import Callable
@@ -14,9 +14,9 @@ def add_parser(
     """Add ``store`` to the commands.
 
     Args:
-        commands: What ``add_subparsers`` gave.
-        ask: Loads model and text of ``why``: gives a fingerprint and token ids.
-        exchange: Runs ``convert``, which needs a model, too.
+        commands: Result of ``add_subparsers``.
+        ask: Function that loads model and text of ``why`` and returns a fingerprint and token ids.
+        exchange: Function that runs ``convert``, which needs a model, too.
     """
     store = commands.add_parser("store", help="what a store holds: ls, show, verify, gc, why, convert")
     actions = store.add_subparsers(required=True, metavar="action")

@@ -1,4 +1,4 @@
-"""Fingerprints of stored bytes: the model that computed them, and their format. Imports no torch."""
+"""Fingerprints of stored bytes: model and format. Imports no torch."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ __all__ = ["Fingerprint", "LayerFormat", "SideFormat", "rotation_in"]
 _TEXTS: Final = ("config", "weights", "dtype", "rope", "attention", "rotation", "behavior", "smoothing")
 _LATER: Final = ("behavior", "recent", "smoothing")
 LayerFormat = Entry
-"""How a layer keeps its tokens."""
+"""Format of a layer's tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,15 +25,15 @@ class Fingerprint:
     Attributes:
         config: Digest of the model's configuration.
         weights: Digest of the model's weights.
-        dtype: That the model computes in.
-        rope: How positions are encoded, as the configuration says it.
-        attention: Which tokens a token sees: ``"full"``.
+        dtype: Dtype that the model computes in.
+        rope: Encoding of positions, as in the configuration.
+        attention: Tokens that a token sees: ``"full"``.
         rotation: One of ``ROTATIONS``.
-        layers: What each layer keeps of a token. Where none says that it is rotated, ``rotation`` does.
-        behavior: Digest of what the model's modules do with its weights: classes, attributes, hooks. Empty
-            where nothing says it, as in files before it was there.
-        recent: Residual window: to how many of the newest tokens each token attends unquantized.
-        smoothing: Digest of how keys were smoothed before they became codes. Empty where they were not.
+        layers: Entry of a token in each layer. If none is rotated, ``rotation`` applies.
+        behavior: Digest of the model's modules apart from weights: classes, attributes, hooks. Empty if
+            unknown, as in earlier files.
+        recent: Length of the residual window: last tokens that each token attends to unquantized.
+        smoothing: Digest of the smoothing of keys; empty if they are not smoothed.
 
     Raises:
         ConfigError: a field is missing or no such value.
@@ -69,7 +69,7 @@ class Fingerprint:
             object.__setattr__(self, "layers", layers)
 
     def __eq__(self, other: object) -> bool:
-        """Whether every field is the same, by the digest of all."""
+        """Whether every field is equal, by digest."""
         return self.digest == other.digest if isinstance(other, Fingerprint) else NotImplemented
 
     def __hash__(self) -> int:
@@ -77,12 +77,12 @@ class Fingerprint:
 
     @cached_property
     def num_heads(self) -> int:
-        """Heads that can be read one by one: those of every layer, or 1 if layers differ in heads."""
+        """Number of heads that can be read one by one: that of every layer, or 1 if layers differ."""
         heads = {layer.heads for layer in self.layers}
         return heads.pop() if len(heads) == 1 else 1
 
     def to_json(self) -> str:
-        """All fields as JSON of one form; layers that are alike one after the other are counted."""
+        """All fields as canonical JSON, in which consecutive equal layers are counted."""
         runs: list[list[Any]] = []
         for layer in self.layers:
             if runs and runs[-1][1] == layer:
@@ -90,7 +90,7 @@ class Fingerprint:
             else:
                 runs.append([1, layer])
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in _LATER:  # which earlier files do not have
+        for name in _LATER:  # fields that earlier files do not have
             if not named[name]:
                 del named[name]
         named["layers"] = [[count, _saved(layer)] for count, layer in runs]
@@ -98,7 +98,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, text: str, max_layers: int = 10_000) -> "Fingerprint":
-        """The fingerprint that ``to_json`` wrote.
+        """Fingerprint from the JSON of ``to_json``.
 
         Raises:
             ConfigError: ``text`` is something else, or has more layers than ``max_layers``.
@@ -119,16 +119,16 @@ class Fingerprint:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes, of every field."""
+        """SHA-256 of all fields, 32 bytes."""
         return hashlib.sha256(b"kvloom fingerprint\0" + self.to_json().encode()).digest()
 
     @property
     def folder(self) -> str:
-        """The folder of its runs in a store."""
+        """Folder of its runs in a store."""
         return self.digest.hex()[:16]
 
     def difference(self, other: "Fingerprint") -> str:
-        """The first field in which another differs, as a sentence; empty if none does."""
+        """Sentence about the first field that differs; empty if none does."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
@@ -137,7 +137,7 @@ class Fingerprint:
 
 
 def rotation_in(layers: Iterable[Entry]) -> str:
-    """Which of keys and values are rotated in every layer that has codes of them, one of ``ROTATIONS``.
+    """Rotation of all layers that have codes, one of ``ROTATIONS``.
 
     Raises:
         UnsupportedError: layers differ.
@@ -154,11 +154,11 @@ def rotation_in(layers: Iterable[Entry]) -> str:
 
 
 def _saved(layer: Entry) -> dict[str, Any]:
-    """Its fields as files have them, in which ``Fingerprint.rotation`` says what is rotated."""
+    """Fields as in files, where ``Fingerprint.rotation`` has the rotation."""
     saved = asdict(layer)
     for side in filter(None, (saved["key"], saved["value"])):
         del side["rotated"]
-        if not side["full_range"]:  # as earlier files have it
+        if not side["full_range"]:  # as in earlier files
             del side["full_range"]
     return saved
 

@@ -1,4 +1,4 @@
-"""A run of pages as a safetensors file: docs/store-format.md. Whatever the bytes are, a run or an error.
+"""Run: contiguous pages of one text in a safetensors file, see docs/store-format.md. Invalid bytes raise.
 
 Shapes: N pages, S tokens in a page, R heads that can be read one by one (or 1 for all heads together).
 """
@@ -17,39 +17,39 @@ from kvloom.store.prefixes import DIGEST_BYTES, Prefixes
 from kvloom.store.sums import PLAIN, SUM_BYTES, Sums
 
 MAX_HEADER: Final = 1 << 20
-"""Bytes that the JSON of a file may have: some thousand layers that are all different."""
+"""Maximum bytes of a file's JSON: enough for some thousand layers that all differ."""
 MAX_HEAD: Final = 64 << 20
-"""Bytes that a head may have: those of two million pages."""
+"""Maximum bytes of a head: enough for two million pages."""
 _ALIGNMENT: Final = 8
 _NAMES: Final = ("before", "fingerprint", "first", "format", "num_pages", "page_size", "salt", "text")
 
 
 _read_fingerprint: Final = lru_cache(maxsize=16)(Fingerprint.from_json)
-"""The runs of a pool all have one."""
+"""Cached parser: all runs of a pool have one fingerprint."""
 
 
 class DamagedRun(KVError, ValueError):
-    """Bytes that are no run, or not the whole of one; nothing was read from them."""
+    """Error for bytes that are no complete run; nothing was read from them."""
 
 
 class OtherFormat(DamagedRun):
-    """A run of a format that this release does not know."""
+    """Error for a run of a format that this release does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The head of a file: which tokens of which model it has.
+    """Head of a file: its tokens, model and checksums.
 
     Attributes:
-        fingerprint: Whose keys and values.
-        salt: ``salt_digest`` of who may use them.
+        fingerprint: Model and format of the keys and values.
+        salt: ``salt_digest`` of their salt.
         first: Position of the first token.
         page_size: S.
-        before: Digest of all tokens before the first, as ``Prefixes`` has it.
+        before: Digest of all tokens before the first, as of ``Prefixes``.
         digests: Digest of all tokens up to the end of each page; N of 32 bytes.
-        tokens: N * S token ids as little-endian int64; ``None`` where no text is kept.
-        checksums: Of each page of each head, R rows of N, 16 bytes each.
-        sums: How they are made, and the seal.
+        tokens: N * S token ids as little-endian int64; ``None`` if no text is kept.
+        checksums: Checksums of each page of each head, R rows of N, 16 bytes each.
+        sums: Method of the checksums and of the head's seal.
     """
 
     fingerprint: Fingerprint
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of its file, in the folder of its fingerprint; equal for equal runs."""
+        """Name of its file, in the folder of its fingerprint; equal for equal runs."""
         folder = self.sums.folder(self.fingerprint.digest)
         return run_name(folder, self.digests[-1], self.first, self.page_size)
 
@@ -89,7 +89,7 @@ class Run:
         return self.fingerprint.num_heads * self.num_pages * self.page_bytes
 
     def head(self) -> bytes:
-        """The bytes before the pages."""
+        """Bytes of the file before the pages."""
         header = _header(
             self.sums.format,
             self.fingerprint.to_json(),
@@ -105,7 +105,7 @@ class Run:
         return sealed + self.sums.checksum(sealed)
 
     def with_checksums(self, data: memoryview) -> "Run":
-        """This run, with the checksums of its pages.
+        """Copy of this run with the checksums of its pages.
 
         Args:
             data: R * N pages, heads outermost.
@@ -113,7 +113,7 @@ class Run:
         return replace(self, checksums=self.sums.checksums(data, self.page_bytes))
 
     def expect_whole(self, data: memoryview, pages: range, heads: range) -> None:
-        """Check pages that were read: heads outermost.
+        """Check pages that were read, heads outermost.
 
         Raises:
             DamagedRun: a checksum differs.
@@ -135,8 +135,8 @@ class Run:
         """Check that the run has a text from its first token to ``end``, which ends a page.
 
         Args:
-            prefixes: Of the text, under the fingerprint and salt of whoever reads.
-            end: Behind the first token of the run.
+            prefixes: Digests of the text, under the fingerprint and salt of the reader.
+            end: Position after the first token of the run.
 
         Raises:
             DamagedRun: it has another text.
@@ -152,14 +152,14 @@ class Run:
 
 
 def ranges_of(pages: range, heads: range, num_pages: int, nbytes: int, start: int) -> list[tuple[int, int]]:
-    """First byte and end of some pages of each of some heads.
+    """Byte ranges of some pages of some heads.
 
     Args:
-        pages: Of the run.
-        heads: Of R.
-        num_pages: N, all pages of the run.
-        nbytes: Of a page.
-        start: Of the pages in the file.
+        pages: Pages of the run.
+        heads: Heads among the R.
+        num_pages: N, number of all pages of the run.
+        nbytes: Bytes of a page.
+        start: Start of the pages in the file.
     """
     row = num_pages * nbytes
     if len(pages) == num_pages:
@@ -174,7 +174,7 @@ def ranges_of(pages: range, heads: range, num_pages: int, nbytes: int, start: in
 def page_bytes(fingerprint: Fingerprint, page_size: int) -> int:
     """Bytes of a page of one of the R heads.
 
-    Layers in order, of each the keys before the values, of each the codes before the scales.
+    Order of the bytes: layers, in each keys before values, in each codes before scales.
     """
     return sum(
         part_bytes(part, layer.heads // fingerprint.num_heads * page_size)
@@ -185,13 +185,13 @@ def page_bytes(fingerprint: Fingerprint, page_size: int) -> int:
 
 
 def part_bytes(part: Part, num_vectors: int) -> int:
-    """Bytes of so many head vectors of a tensor in a page, padded to 8."""
+    """Bytes of ``num_vectors`` head vectors of a tensor in a page, padded to a multiple of 8."""
     return -(-num_vectors * part.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The JSON of a file, and the size of its head in bytes."""
+    """Parsed JSON of a file, with the size of its head in bytes."""
 
     fingerprint: Fingerprint
     salt: bytes
@@ -207,15 +207,15 @@ class _Header:
 
 
 def read_head(data: bytes, file_size: int, sums: Sums = PLAIN) -> tuple[Run, int]:
-    """The run that a file holds, and where its pages begin.
+    """Parse the head of a file: its run, and the start of its pages.
 
     Args:
         data: The first bytes of the file, the head or more.
         file_size: Bytes of the whole file.
-        sums: How it is summed.
+        sums: Method of its checksums.
 
-    Raises:
-        DamagedRun: this is none.
+        Raises:
+            DamagedRun: the bytes are no run.
     """
     header = _read_header(data, file_size, sums)
     end, lengths = header.head_size, header.lengths
@@ -244,15 +244,15 @@ def read_head(data: bytes, file_size: int, sums: Sums = PLAIN) -> tuple[Run, int
 
 
 def head_size(data: bytes, file_size: int, sums: Sums = PLAIN) -> int:
-    """How many first bytes of a file are its head, or its JSON if ``data`` ends before the end of that.
+    """Number of bytes of a file's head, or of its JSON if ``data`` ends within that.
 
     Args:
         data: The first bytes of the file.
         file_size: Bytes of the whole file.
-        sums: How it is summed.
+        sums: Method of its checksums.
 
-    Raises:
-        DamagedRun: no run begins so.
+        Raises:
+            DamagedRun: no run begins with ``data``.
     """
     end = _header_end(data)
     return end if end > len(data) else _read_header(data, file_size, sums).head_size
@@ -332,7 +332,7 @@ def _header(
     has_text: bool,
     data: tuple[int, int],
 ) -> bytes:
-    """Length and JSON of a file, padded with spaces."""
+    """Length and JSON of a file's header, padded with spaces."""
     heads, size = data
     shapes = {
         "tokens": [num_pages, page_size],

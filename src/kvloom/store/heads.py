@@ -1,4 +1,4 @@
-"""The heads of runs that lie in a store."""
+"""Heads of a store's runs: reading and caching."""
 
 import threading
 from collections import OrderedDict
@@ -9,13 +9,13 @@ from kvloom.store.format import DamagedRun, Run, head_size, read_head
 from kvloom.store.sums import PLAIN, Sums
 
 FIRST_READ: Final = 64 << 10
-"""Bytes in which the heads of most runs lie."""
+"""Number of first bytes that contain the heads of most runs."""
 _KEPT: Final = 16 << 20
-"""Bytes of heads that are kept: those of 4 GB of runs, if pages have half a megabyte."""
+"""Bytes of cached heads: those of 4 GB of runs, if pages have half a megabyte."""
 
 
 class Heads:
-    """The heads that were checked last: one of the same bytes needs no second check. Thread-safe."""
+    """Cache of checked heads: one with the same bytes needs no second check. Thread-safe."""
 
     def __init__(self, max_bytes: int = _KEPT, sums: Sums = PLAIN) -> None:
         self._max_bytes, self._sums = max_bytes, sums
@@ -24,7 +24,7 @@ class Heads:
         self._lock = threading.Lock()
 
     def keep(self, head: bytes, run: Run) -> None:
-        """Remember a run that ``read_head`` found in ``head``, which has nothing after it."""
+        """Cache a run that ``read_head`` parsed from ``head``, which has nothing after it."""
         with self._lock:
             self._remove(run.name)
             self._kept[run.name] = head, run
@@ -33,10 +33,10 @@ class Heads:
                 self._remove(next(iter(self._kept)))
 
     def read(self, name: str, head: bytes, file_size: int) -> Run:
-        """The run of this name that ``head``, which has nothing after it, says a file to hold.
+        """Run of a file with this name, from its ``head``, which has nothing after it.
 
         Raises:
-            DamagedRun: it says no run, or one of another name.
+            DamagedRun: it is no run, or one of another name.
         """
         with self._lock:
             kept, run = self._kept.get(name, (b"", None))
@@ -55,17 +55,17 @@ class Heads:
 
 
 def head_of(backend: Backend, x: Stored, sums: Sums = PLAIN) -> tuple[Run, int]:
-    """The run that an object holds, and where its pages begin, of as few bytes as that takes.
+    """Read the head of an object with as few bytes as possible: its run, and the start of its pages.
 
     Raises:
-        DamagedRun: it holds none.
+        DamagedRun: the object is no run.
         FileNotFoundError: it was removed.
     """
     return head_from(bytes(backend.get_ranges(x.name, [(0, min(x.size, FIRST_READ))])), backend, x, sums)
 
 
 def head_from(data: bytes, backend: Backend, x: Stored, sums: Sums) -> tuple[Run, int]:
-    """The same as ``head_of``, from the first bytes of a file.
+    """``head_of``, given the first bytes of a file.
 
     Raises:
         DamagedRun: as ``head_of``.

@@ -1,4 +1,4 @@
-"""Which runs of a store continue which text: the digests of their pages, as their heads list them."""
+"""Index of a store's runs by the digests of their pages, to find those that continue a text."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ class Entry(NamedTuple):
     """A run that can be read.
 
     Attributes:
-        name: Of its object.
+        name: Name of its object.
         size: Bytes of the object.
         head_size: Bytes of its head.
         first: Position of the first token.
         page_size: Tokens in a page.
-        digests: Of the text up to the end of each page.
+        digests: Digests of the text up to the end of each page.
     """
 
     name: str
@@ -30,18 +30,18 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, head_size: int) -> "Entry":
-        """The entry of a run, from its head."""
+        """Entry of a run."""
         size = head_size + run.data_bytes
         return cls(run.name, size, head_size, run.first, run.page_size, run.digests)
 
     def may_be_of(self, fingerprint: Fingerprint) -> bool:
-        """Whether a run of a fingerprint can have these sizes."""
+        """Whether these sizes are possible for a run of a fingerprint."""
         pages = fingerprint.num_heads * len(self.digests) * page_bytes(fingerprint, self.page_size)
         return self.head_size <= MAX_HEAD and self.head_size + pages == self.size
 
 
 class Segment(NamedTuple):
-    """Pages of one run that continue a text: from the page with token ``start`` to token ``end``."""
+    """Pages of one run that continue a text, from the page with token ``start`` to token ``end``."""
 
     entry: Entry
     start: int
@@ -49,26 +49,26 @@ class Segment(NamedTuple):
 
     @property
     def pages(self) -> range:
-        """Pages of the run, by number."""
+        """Numbers of the pages in the run."""
         first, size = self.entry.first, self.entry.page_size
         return range((self.start - first) // size, (self.end - first) // size)
 
 
 class Index:
-    """The runs of one fingerprint, by the digest of each page's end. Not thread-safe."""
+    """Runs of one fingerprint, by the digest at the end of each page. Not thread-safe."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._ends: dict[bytes, tuple[tuple[str, int], ...]] = {}  # of each digest, which runs have it, where
+        self._ends: dict[bytes, tuple[tuple[str, int], ...]] = {}  # runs with each digest, and its page
         self._page_sizes: dict[int, int] = {}
-        self._single = Counter[int]()  # ends of pages of one token, which are few and end texts
+        self._single = Counter[int]()  # ends of pages of one token, which are few and at the end of texts
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether a page ends with this digest."""
         return digest in self._ends
 
     def add(self, entry: Entry) -> None:
-        """Let a run be found."""
+        """Add a run."""
         if entry.name in self.entries:
             return
         self.entries[entry.name] = entry
@@ -79,7 +79,7 @@ class Index:
             self._ends[digest] = (*self._ends.get(digest, ()), place)
 
     def remove(self, name: str) -> None:
-        """Forget a run, if it is known."""
+        """Remove a run, if it is known."""
         entry = self.entries.pop(name, None)
         if entry is None:
             return
@@ -91,20 +91,20 @@ class Index:
                 self._ends[digest] = others
 
     def find(self, prefixes: Prefixes, start: int, num_tokens: int) -> list[Segment]:
-        """Segments one after the other that reach furthest from ``start``, the fewest that do.
+        """Fewest consecutive segments that reach furthest from ``start``.
 
         Args:
-            prefixes: Of the text.
-            start: Tokens that are there already.
-            num_tokens: Tokens of the text.
+            prefixes: Digests of the text.
+            start: Number of tokens that are available already.
+            num_tokens: Number of tokens of the text.
         """
         sizes = [size for size, count in self._page_sizes.items() if count and size != 1]
-        reached: dict[str, int] = {}  # by each run that has a page of this text
+        reached: dict[str, int] = {}  # end reached by each run that has a page of this text
         digests, i = _digests(prefixes, sizes, start, num_tokens), 0
         while i < len(digests):
             runs = self._ends.get(digests[i], ())
             if not runs and len(sizes) == 1:
-                break  # no run has this page, so none leads beyond it
+                break  # no run has this page, so none reaches beyond it
             reached.update(runs)
             i += 1
             if len(runs) == len(sizes) == 1:
@@ -125,10 +125,10 @@ class Index:
             at = reached[name]
 
     def _follow(self, reached: dict[str, int], name: str, digests: Sequence[bytes], i: int) -> int:
-        """Reach the end of a run, which alone has the page before ``i``, if the text has all of it.
+        """Reach the end of a run that alone has the page before ``i``, if the text continues with all of it.
 
         Returns:
-            How many pages that are. What begins within them and ends before the last reaches no further.
+            Number of pages. Runs that begin within these and end before the last reach no further.
         """
         entry = self.entries[name]
         rest = entry.digests[(reached[name] - entry.first) // entry.page_size :]
@@ -139,12 +139,12 @@ class Index:
 
 
 def _single_ends(entry: Entry) -> range:
-    """Ends of the pages of a run, if these have one token."""
+    """Ends of the pages of a run whose pages have one token; else empty."""
     return range(entry.first + 1, entry.first + len(entry.digests) + 1 if entry.page_size == 1 else 0)
 
 
 def _digests(prefixes: Prefixes, sizes: list[int], start: int, num_tokens: int) -> Sequence[bytes]:
-    """Digests of prefixes that end after ``start`` with a page of any of these sizes, ascending."""
+    """Digests of prefixes that end after ``start`` with a page of one of these sizes, ascending."""
     if len(sizes) == 1:
         return prefixes.pages(sizes[0], start // sizes[0] * sizes[0], num_tokens)
     ends = {end for size in sizes for end in range(size, num_tokens + 1, size) if end > start}

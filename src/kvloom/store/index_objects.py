@@ -1,6 +1,6 @@
-"""Index objects: what the heads of many runs of a folder say, in one object. Bytes: docs/store-format.md.
+"""Index objects: the heads of many runs of a folder, in one object. Bytes: docs/store-format.md.
 
-They save a request for each run, and decide nothing: whatever is read by them is checked by its own head.
+They save a request for each run, but are not trusted: each run is checked by its own head when it is read.
 """
 
 import struct
@@ -15,17 +15,17 @@ from kvloom.store.prefixes import DIGEST_BYTES
 from kvloom.store.sums import SUM_BYTES, Sums
 
 MAX_RUNS: Final = 4096
-"""Runs of one index object."""
+"""Maximum number of runs of one index object."""
 _MAX_BYTES: Final = 256 << 20
 _FEW: Final = 128
-"""Runs that no index object has, from which on they get one."""
+"""Number of runs without an index object from which on one is written."""
 _MOST_SMALL: Final = 8
-"""Index objects that are not half full, from which on they become fewer."""
+"""Number of less than half full index objects from which on they are merged."""
 _ANY_FORMAT: Final = b"kvloom-index/"
 _FORMAT: Final = _ANY_FORMAT + b"1\n\0"
 _COUNT: Final = struct.Struct("<I")
 _RUN: Final = struct.Struct("<QIIQI")
-"""First token, page size, pages, bytes of the run, bytes of its head."""
+"""Record of a run: first token, page size, pages, bytes of the run, bytes of its head."""
 
 
 class Store(Protocol):
@@ -34,28 +34,28 @@ class Store(Protocol):
     sums: Sums
 
     def connected(self) -> Backend:
-        """The backend that has its objects."""
+        """Backend with the store's objects."""
 
     def damaged(self, name: str, why: str) -> None:
-        """Put an object aside."""
+        """Quarantine an object."""
 
     def left_out(self, name: str, why: Exception) -> None:
-        """Note an object that is of another format or may not be read."""
+        """Record an object that has another format or may not be read."""
 
 
 class IndexObjects:
-    """Those of one folder, of which each is read once.
+    """Index objects of one folder, each of which is read once.
 
     Args:
-        folder: Its name.
+        folder: Name of the folder.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._runs: dict[str, frozenset[str]] = {}  # of each object
+        self._runs: dict[str, frozenset[str]] = {}  # runs of each object
 
     def read(self, store: Store, objects: Sequence[Stored], rest: Callable[[], None]) -> Iterator[Entry]:
-        """The runs of those that are new; others are forgotten if they are gone."""
+        """Read the runs of new index objects; forget removed ones."""
         for gone in self._runs.keys() - {x.name for x in objects}:
             del self._runs[gone]
         for x in objects:
@@ -78,11 +78,11 @@ class IndexObjects:
             yield from entries
 
     def tidy(self, store: Store, entries: Mapping[str, Entry], rest: Callable[[], None]) -> None:
-        """Write objects for runs that none has, and few for many.
+        """Write index objects for runs without one, and merge small ones.
 
         Args:
-            store: Where.
-            entries: All runs of the folder, by their names.
+            store: The store.
+            entries: All runs of the folder, by name.
             rest: Called between pieces of work.
 
         Raises:
@@ -104,13 +104,13 @@ class IndexObjects:
                 backend.put_if_absent(name, [data])
                 self._runs[name] = frozenset(entry.name for entry in some)
                 written.add(name)
-        for name in set(stale) - written:  # what is right for all of them may be one of them
+        for name in set(stale) - written:  # the merged object may equal one of them
             backend.delete(name)
             del self._runs[name]
 
 
 def write_index(entries: Sequence[Entry], sums: Sums, rest: Callable[[], None]) -> bytes:
-    """An index of at most ``MAX_RUNS`` runs of one folder."""
+    """Bytes of an index of at most ``MAX_RUNS`` runs of one folder."""
     parts = [_FORMAT, _COUNT.pack(len(entries))]
     for x in entries:
         parts.append(_RUN.pack(x.first, x.page_size, len(x.digests), x.size, x.head_size))
@@ -122,11 +122,11 @@ def write_index(entries: Sequence[Entry], sums: Sums, rest: Callable[[], None]) 
 
 
 def read_index(data: bytes, folder: str, sums: Sums, rest: Callable[[], None]) -> list[Entry]:
-    """The runs of an index of a folder.
+    """Parse an index of a folder.
 
     Raises:
-        OtherFormat: this is one of a format that this release does not know.
-        DamagedRun: this is no index.
+        OtherFormat: the index has a format that this release does not support.
+        DamagedRun: the bytes are no index.
     """
     if data.startswith(_ANY_FORMAT) and not data.startswith(_FORMAT):
         raise OtherFormat(f"the format must be {_FORMAT!r}, got {data[:40]!r}")

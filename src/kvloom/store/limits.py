@@ -12,15 +12,15 @@ from kvloom.store.prefixes import DIGEST_BYTES
 from kvloom.store.sums import PLAIN, Sums
 
 _LAST: Final = {Kind.PROBE: 2, Kind.INDEX: 1, Kind.QUARANTINED: -1}
-"""Kinds that go after runs and marks, or before them."""
+"""Order of eviction of kinds, where runs and marks have 0."""
 
 
 class Eviction(NamedTuple):
-    """A mark of an evicted run.
+    """Mark of an evicted run.
 
     Attributes:
-        time: Seconds since 1970.
-        digests: Of all tokens up to the end of each page.
+        time: Time of the eviction, in seconds since 1970.
+        digests: Digests of all tokens up to the end of each page.
     """
 
     time: float
@@ -30,13 +30,13 @@ class Eviction(NamedTuple):
 def too_many(
     objects: Collection[Stored], now: float, max_bytes: int | None, max_age: float | None
 ) -> list[Stored]:
-    """Objects to remove so that limits hold, counting those only that kvloom named.
+    """Objects to remove so that limits hold; only objects with names by kvloom count.
 
     Args:
-        objects: All of a store.
+        objects: All objects of a store.
         now: Seconds since 1970.
-        max_bytes: Of all; the least recently used are evicted first.
-        max_age: Seconds that one may be unused.
+        max_bytes: Maximum bytes of all; the least recently used are evicted first.
+        max_age: Maximum seconds since the last use.
     """
     kinds = {x: kind for x in objects if (kind := kind_of(x.name)) is not None}
     total = sum(x.size for x in kinds)
@@ -53,10 +53,10 @@ def too_many(
 
 
 def evict(backend: Backend, x: Stored, now: float, sums: Sums = PLAIN) -> tuple[bool, Stored | None]:
-    """Remove an object, unless it bears the name of a run and is none that can be read.
+    """Remove an object, unless it has the name of a run but cannot be read as one.
 
     Returns:
-        Whether it is gone, and the mark that a run leaves. It is an object as others, and goes as they do.
+        Whether it was removed, and the mark of a run, which is itself an object that can be evicted.
     """
     run = None
     if kind_of(x.name) is Kind.RUN:
@@ -64,7 +64,7 @@ def evict(backend: Backend, x: Stored, now: float, sums: Sums = PLAIN) -> tuple[
             run, _ = head_of(backend, x, sums)
         except FileNotFoundError:
             return True, None
-        except (DamagedRun, PermissionError):  # of another format, or somebody else's
+        except (DamagedRun, PermissionError):  # of another format, or of another user
             return False, None
     try:
         backend.delete(x.name)
@@ -74,15 +74,15 @@ def evict(backend: Backend, x: Stored, now: float, sums: Sums = PLAIN) -> tuple[
         return True, None
     name = mark_name(x.name)
     try:
-        backend.delete(name)  # of an earlier eviction
+        backend.delete(name)  # the mark of an earlier eviction
         backend.put_if_absent(name, [*run.digests])
-    except PermissionError:  # marks are somebody else's
+    except PermissionError:  # marks of another user
         return True, None
     return True, Stored(name, len(run.digests) * DIGEST_BYTES, now)
 
 
 def quarantine(backend: Backend, name: str) -> None:
-    """Move an object to where nobody finds it, for whoever wants to know."""
+    """Move a damaged object to the quarantine, where it is not found but can be examined."""
     with suppress(FileNotFoundError):  # another process moved it
         backend.rename(name, quarantine_name(name))
 
@@ -91,9 +91,9 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
     """Marks of the evicted runs of one fingerprint.
 
     Args:
-        backend: Of the store.
-        objects: All of the store.
-        folder: Of the fingerprint.
+        backend: Backend of the store.
+        objects: All objects of the store.
+        folder: Folder of the fingerprint.
     """
     found = []
     for x in objects:
@@ -106,10 +106,9 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
 
 
 def _worth(x: Stored, kind: Kind) -> tuple[int, float, int]:
-    """The order of eviction: the quarantine, then the least recently used, then the last pages of a text.
+    """Sort key of eviction: quarantined objects, then the least recently used, later pages of a text first.
 
-    Indexes, which only save time, go after all runs and marks, and probes, by which the runs of a model are
-    known, after all.
+    Indexes, which only save time, are evicted after all runs and marks; probes, which identify models, last.
     """
     first = position_of(x.name) if kind in (Kind.RUN, Kind.MARK) else 0
     return _LAST.get(kind, 0), x.used, -first

@@ -1,4 +1,4 @@
-"""Names of the objects of a store: nothing else beside them is ever read or removed."""
+"""Names of the objects of a store; objects with other names are never read or removed."""
 
 import re
 from enum import Enum
@@ -6,18 +6,18 @@ from typing import Final
 
 
 class Kind(Enum):
-    """Kinds of objects, by their names."""
+    """Kinds of objects, told by their names."""
 
     RUN = "run"
     """Pages, in the folder of their fingerprint."""
     PROBE = "probe"
-    """What the model of a folder computes."""
+    """Results of the model of a folder."""
     INDEX = "index"
-    """What many heads of a folder say."""
+    """Heads of many runs of a folder."""
     MARK = "mark"
-    """What is left of a run that limits removed."""
+    """Mark of an evicted run."""
     QUARANTINED = "quarantined"
-    """An object that is damaged."""
+    """Damaged object."""
 
 
 _FOLDER: Final = r"[0-9a-f]{16}"
@@ -32,26 +32,26 @@ _NAMES: Final = {
 
 
 def kind_of(name: str) -> Kind | None:
-    """The kind of an object; ``None`` if kvloom gives nothing such a name."""
+    """Kind of an object; ``None`` if the name is not by kvloom."""
     return next((kind for kind, names in _NAMES.items() if names.fullmatch(name)), None)
 
 
 def is_folder(name: str) -> bool:
-    """Whether kvloom gives a folder of a store such a name."""
+    """Whether a name is that of a folder of a store."""
     return name in ("quarantine", "evicted") or bool(re.fullmatch(_FOLDER, name))
 
 
 def folder_of(name: str) -> str:
-    """The folder that an object lies in."""
+    """Folder of an object."""
     return name.partition("/")[0]
 
 
 def run_name(folder: str, digest: bytes, first: int, page_size: int) -> str:
-    """The name of a run.
+    """Name of a run.
 
     Args:
-        folder: Of its fingerprint.
-        digest: Of the text up to the end of its last page.
+        folder: Folder of its fingerprint.
+        digest: Digest of the text up to the end of its last page.
         first: Position of its first token.
         page_size: Tokens in a page.
     """
@@ -59,22 +59,22 @@ def run_name(folder: str, digest: bytes, first: int, page_size: int) -> str:
 
 
 def probe_name(folder: str) -> str:
-    """The name of the probe of a folder."""
+    """Name of the probe of a folder."""
     return f"{folder}/probe"
 
 
 def index_name(folder: str, digest: bytes) -> str:
-    """The name of an index of a folder, whose content has this digest of 16 bytes."""
+    """Name of an index of a folder, by the 16-byte digest of its content."""
     return f"{folder}/index-{digest.hex()}"
 
 
 def mark_name(run: str) -> str:
-    """The name of the mark of an evicted run."""
+    """Name of the mark of an evicted run."""
     return f"evicted/{_flat(run.removesuffix('.safetensors'))}"
 
 
 def quarantine_name(name: str) -> str:
-    """Under which a damaged object is kept."""
+    """Name of a damaged object in the quarantine."""
     return f"quarantine/{_flat(name)}"
 
 

@@ -1,27 +1,27 @@
-"""How long whoever could compute a prefix waits for a store."""
+"""Time to wait for a store instead of computing a prefix."""
 
 import math
 import time
 from typing import Final
 
 _SHARE: Final = 0.025
-"""Of what computing takes, for which a store may let wait that gives nothing."""
+"""Share of the computing time to wait for a store that may have nothing."""
 _GLANCE: Final = 0.1
-"""Of what computing takes, for which a store may be listed: that the list has something new is not likely."""
+"""Share of that time for a listing, which is unlikely to have something new."""
 _UNNOTICED: Final = 0.02
-"""Seconds that count as none."""
+"""Seconds of waiting that are negligible."""
 _MARGIN: Final = 2.0
-"""By which reading may take longer than it did of late, and must be quicker than computing."""
+"""Factor by which reading may exceed its last times, and must be faster than computing."""
 
 
 class Patience:
-    """The wait of one lookup, from now on.
+    """Time limits of one look-up, from now on.
 
     Args:
-        seconds_per_token: How long computing takes; ``None`` if nobody knows.
-        num_tokens: That would be computed.
-        max_wait: Seconds at most; ``None`` to weigh reading against computing, or to wait for ever where
-            nobody knows what computing takes.
+        seconds_per_token: Time to compute a token; ``None`` if unknown.
+        num_tokens: Number of tokens that would be computed.
+        max_wait: Maximum seconds; ``None`` to weigh reading against computing, or for no limit if the
+            computing time is unknown.
     """
 
     def __init__(self, seconds_per_token: float | None, num_tokens: int, max_wait: float | None) -> None:
@@ -36,25 +36,25 @@ class Patience:
 
     @property
     def left(self) -> float | None:
-        """Seconds for what may give nothing; ``None`` for ever."""
+        """Seconds left for a request that may give nothing; ``None`` for no limit."""
         return _until(self._deadline)
 
     @property
     def glance(self) -> float | None:
-        """Seconds for a listing; ``None`` for ever."""
+        """Seconds left for a listing; ``None`` for no limit."""
         return _until(self._glance_deadline)
 
     def pays(self, num_tokens: int, seconds: float) -> bool:
-        """Whether to read tokens rather than to compute them, if that takes so long."""
+        """Whether to read tokens instead of computing them, if reading takes ``seconds``."""
         return _MARGIN * seconds < max(self._seconds_per_token * num_tokens, _UNNOTICED)
 
     def wait(self, num_tokens: int, seconds: float, is_known: bool) -> float | None:
-        """Seconds to wait for tokens that are read; ``None`` for ever.
+        """Seconds to wait for tokens that are read; ``None`` for no limit.
 
         Args:
-            num_tokens: That are read.
-            seconds: How long that takes.
-            is_known: Whether it was measured.
+            num_tokens: Number of tokens to read.
+            seconds: Expected time.
+            is_known: Whether that time was measured.
         """
         left = self.left
         if left is None or self._is_bounded or not is_known:

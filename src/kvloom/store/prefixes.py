@@ -1,4 +1,4 @@
-"""Digests that name a text up to a token: of all tokens before it, under one fingerprint and one salt."""
+"""Digests of the prefixes of a text, under one fingerprint and one salt."""
 
 import hashlib
 import struct
@@ -10,11 +10,11 @@ from typing import Final
 from kvloom.errors import ArgumentError
 
 DIGEST_BYTES: Final = 32
-"""Of SHA-256."""
+"""Bytes of a SHA-256 digest."""
 
 
 def salt_digest(salt: str) -> bytes:
-    """32 bytes that stand for a salt on disk."""
+    """Digest of a salt on disk, 32 bytes."""
     return hashlib.sha256(b"kvloom salt\0" + salt.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -31,18 +31,18 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 class Prefixes:
-    """The digests of the prefixes of one text.
+    """Digests of the prefixes of one text.
 
     Args:
-        fingerprint: Digest of the fingerprint of whoever computes the keys and values.
-        salt: ``salt_digest`` of who may use them.
+        fingerprint: Digest of the fingerprint of the keys and values.
+        salt: ``salt_digest`` of their salt.
         tokens: Token ids from the start, signed 64-bit.
     """
 
     def __init__(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> None:
         self._root = hashlib.sha256(b"kvloom prefix\0" + fingerprint + salt)
         self._tokens = token_bytes(tokens)
-        self._known = {0: self._root.digest()}  # finding, checking and saving ask for the same ends
+        self._known = {0: self._root.digest()}  # finding, checking and saving need the same ends
         self._pages: dict[int, tuple[bytes, ...]] = {}
 
     def digests(self, ends: Iterable[int]) -> list[bytes]:
@@ -58,7 +58,7 @@ class Prefixes:
         return [known[end] for end in wanted]
 
     def pages(self, size: int, first: int, end: int) -> tuple[bytes, ...]:
-        """The digests up to the end of each page of ``size`` tokens from the token ``first`` to ``end``."""
+        """Digests up to the end of each page of ``size`` tokens from token ``first`` to ``end``."""
         if first % size:
             return tuple(self.digests(range(first + size, end + 1, size)))
         if size not in self._pages:
@@ -66,14 +66,14 @@ class Prefixes:
         return self._pages[size][first // size : end // size]
 
     def is_of(self, other: "Prefixes") -> bool:
-        """Whether another one is of the same text, fingerprint and salt."""
+        """Whether ``other`` has the same text, fingerprint and salt."""
         return self._known[0] == other._known[0] and self._tokens == other._tokens
 
     def learn(self, other: "Prefixes") -> bool:
-        """Take the digests of another one, of a text that continues this one or that this one continues.
+        """Copy the digests of another text, if one of the two texts continues the other.
 
         Returns:
-            Whether the other's text continues this one.
+            Whether the other text continues this one.
         """
         mine, theirs = self._tokens, other._tokens
         if self._known[0] == other._known[0] and (mine.startswith(theirs) or theirs.startswith(mine)):
@@ -88,13 +88,13 @@ class Prefixes:
 
 
 class LastTexts:
-    """The prefixes of the last texts, so that no digest is computed twice. Thread-safe."""
+    """Cache of the ``Prefixes`` of the last texts, so that no digest is computed twice. Thread-safe."""
 
     def __init__(self, max_texts: int = 4) -> None:
         self._kept: deque[Prefixes] = deque(maxlen=max_texts)
 
     def prefixes(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> Prefixes:
-        """The same as ``Prefixes``.
+        """``Prefixes`` of a text, cached.
 
         Raises:
             ArgumentError: as ``token_bytes``.

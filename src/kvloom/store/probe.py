@@ -1,18 +1,19 @@
-"""Probes: results of a model, kept beside its runs and compared with those of whoever opens them."""
+"""Probes: results of a model, stored beside its runs and compared with those of the reader's model."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 
 class Probe(NamedTuple):
-    """Keys and values of a few fixed tokens, in whatever form their maker chose.
+    """Keys and values of a few fixed tokens, in any form.
 
-    A fingerprint tells models apart by what they say of themselves. A probe tells apart what they compute, so
-    that whatever a fingerprint leaves out is found before anything is read.
+    A fingerprint compares descriptions of models. A probe compares results, so it finds differences that a
+    fingerprint misses before anything is read.
 
     Attributes:
-        data: To be kept.
-        difference: Says how the ``data`` of another differ by more than rounding; empty if they do not.
+        data: Bytes to store.
+        difference: Function that describes how the ``data`` of another probe differ by more than rounding;
+            empty if they do not.
     """
 
     data: bytes

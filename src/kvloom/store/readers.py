@@ -1,4 +1,4 @@
-"""Threads for calls that take long or never come back: whoever waits for one may give up."""
+"""Threads for calls that may take long or never return, so that the caller can stop waiting."""
 
 import queue
 import threading
@@ -7,15 +7,15 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 _IDLE_SECONDS: Final = 1.0
-"""After which a thread without work ends."""
+"""Seconds after which an idle thread ends."""
 _Result = TypeVar("_Result")
 
 
 class Readers:
-    """A few threads, started when they are needed. They end with the process, whatever they do.
+    """Pool of daemon threads, started when needed, which do not keep the process alive.
 
     Args:
-        most: Threads at once.
+        most: Maximum number of threads.
     """
 
     def __init__(self, most: int = 8) -> None:
@@ -26,11 +26,11 @@ class Readers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the next call would wait for another one."""
+        """Whether all threads are busy, so that the next call must wait."""
         return self._num_open >= self.most
 
     def submit(self, call: Callable[[], _Result]) -> "Future[_Result]":
-        """Call something in a thread. A call that has not begun can be cancelled."""
+        """Run a call in a thread. A call that has not begun can be cancelled."""
         future: Future[_Result] = Future()
         with self._lock:
             self._num_open += 1
@@ -54,7 +54,7 @@ class Readers:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # it is whoever waits who hears of it
+                except BaseException as error:  # raised in the waiting thread
                     future.set_exception(error)
             with self._lock:
                 self._num_open -= 1

@@ -1,4 +1,4 @@
-"""Limits of a store: the objects of least worth are evicted before something is written."""
+"""Limits of a store: objects are evicted before something is written."""
 
 import errno
 import threading
@@ -12,13 +12,13 @@ from kvloom.store.names import kind_of
 from kvloom.store.sums import Sums
 
 _UNSEEN: Final = 64
-"""Part of a limit that a process writes before it looks what others wrote."""
+"""Divisor of a limit: a process lists the store again after writing that part of it."""
 _AGE_SECONDS: Final = 10.0
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a store has no room left."""
+    """Whether an error says that a store has no room."""
     return error.errno in _FULL
 
 
@@ -26,11 +26,11 @@ class Room:
     """The limits of one store.
 
     Args:
-        connected: Where its objects lie.
-        max_bytes: That they may have in all.
-        max_age: Seconds after which an unused one is evicted.
-        sums: How runs are summed.
-        on_evicted: Is told the name of each object before it is evicted.
+        connected: Function that returns the backend.
+        max_bytes: Maximum bytes of all objects.
+        max_age: Seconds after which an unused object is evicted.
+        sums: Method of the runs' checksums.
+        on_evicted: Called with the name of each object before it is evicted.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Room:
         self._connected, self._sums, self._on_evicted = connected, sums, on_evicted
         self._max_bytes, self._max_age = max_bytes, max_age
         self._objects: dict[str, Stored] = {}
-        self._lasting: set[tuple[str, int]] = set()  # names and sizes of what are no runs that could go
+        self._lasting: set[tuple[str, int]] = set()  # names and sizes of objects that cannot be evicted
         self._lock = threading.RLock()
         self._num_bytes = self._num_written = 0
         self._listed = float("-inf")
         self._took = 0.0
 
     def make(self, nbytes: int) -> bool:
-        """Let the limits hold when so many bytes more are written, unless these alone are beyond them.
+        """Evict until the limits hold with ``nbytes`` more, unless these alone exceed them.
 
         Raises:
-            OSError: the store does not do what that takes.
+            OSError: the store fails.
         """
         limit = self._max_bytes
         if limit is not None and nbytes > limit:
@@ -67,26 +67,26 @@ class Room:
             if limit is not None and self._num_bytes + nbytes <= limit:
                 limit = None
             elif limit is not None:
-                slack = limit // 16  # so that not each write looks through all objects
+                slack = limit // 16  # so that not every write scans all objects
                 limit = max(limit - nbytes - (slack if slack > 4 * nbytes else 0), 0)
             self._evict(limit, self._max_age)
         return True
 
     def free(self, nbytes: int) -> None:
-        """Remove what is least worth, as many bytes, because there is no room for them."""
+        """Evict ``nbytes`` bytes, because the store is full."""
         with self._lock:
             self._learn(nbytes)
             self._evict(max(self._num_bytes - 2 * nbytes, 0), None)
 
     def wrote(self, name: str, nbytes: int) -> None:
-        """Note an object that was written."""
+        """Record an object that was written."""
         if self.is_limited:
             with self._lock:
                 self._num_written += nbytes
                 self._add(Stored(name, nbytes, time.time()))
 
     def used(self, name: str) -> None:
-        """Note that an object was used now."""
+        """Record that an object was used now."""
         with self._lock:
             if name in self._objects:
                 self._objects[name] = self._objects[name]._replace(used=time.time())
@@ -98,7 +98,7 @@ class Room:
             self._num_bytes -= 0 if known is None else known.size
 
     def after_fork(self) -> None:
-        """Go on in a child process, where nobody holds the lock."""
+        """Continue in a child process, with a new lock."""
         self._lock = threading.RLock()
 
     def _add(self, x: Stored) -> None:
@@ -108,7 +108,7 @@ class Room:
             self._num_bytes += x.size
 
     def _learn(self, nbytes: int) -> None:
-        """See what others wrote, if that may be much."""
+        """List what other processes wrote, if it may be much."""
         unseen = self._num_written + nbytes
         is_much = self._max_bytes is not None and unseen * _UNSEEN > self._max_bytes
         if not is_much and time.monotonic() - self._listed < max(_AGE_SECONDS, 20 * self._took):
@@ -119,7 +119,7 @@ class Room:
         self._num_bytes = self._num_written = 0
         for x in objects:
             if kind_of(x.name) is not None:
-                used = known[x.name].used if x.name in known else x.used  # which the store may not know yet
+                used = known[x.name].used if x.name in known else x.used  # maybe not yet recorded
                 self._add(x._replace(used=max(x.used, used)))
         self._listed = time.monotonic()
         self._took = self._listed - began

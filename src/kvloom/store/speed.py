@@ -1,4 +1,4 @@
-"""How long a store takes, by its last requests."""
+"""Speed of a store, estimated from its last requests."""
 
 import math
 import statistics
@@ -8,16 +8,16 @@ from collections import deque
 from typing import Final
 
 _SMALL: Final = 64 << 10
-"""Bytes up to which a request takes as long as any."""
+"""Bytes up to which the time of a request does not depend on its size."""
 _KEPT: Final = 7
 _FASTEST: Final = 1e-9
-"""Seconds for a byte where nothing larger was read yet."""
+"""Seconds for a byte before anything larger was read."""
 _AGAIN: Final = 10.0
-"""A store that is too slow is tried again after so many times what it takes, and at least so many tenths."""
+"""Multiple of its time, at least 0.1 s, after which a slow store is tried again."""
 
 
 class Speed:
-    """Medians, so that one slow request does not count. Thread-safe."""
+    """Medians of times, so that one slow request does not matter. Thread-safe."""
 
     def __init__(self) -> None:
         self._latencies: deque[float] = deque(maxlen=_KEPT)
@@ -26,7 +26,7 @@ class Speed:
         self._measured = -math.inf
 
     def note(self, seconds: float, nbytes: int) -> None:
-        """Learn from a request that was answered, or waited for so long."""
+        """Record the time of a request, or how long it was waited for."""
         with self._lock:
             self._measured = time.monotonic()
             if nbytes <= _SMALL:
@@ -37,7 +37,7 @@ class Speed:
 
     @property
     def seconds_per_byte(self) -> float | None:
-        """Beyond the time of any request; ``None`` before something larger was read."""
+        """Seconds for a byte beyond the latency; ``None`` before anything larger was read."""
         with self._lock:
             return statistics.median(self._rates) if self._rates else None
 
@@ -48,19 +48,19 @@ class Speed:
             return statistics.median(self._latencies) if self._latencies else None
 
     def seconds(self, nbytes: int, num_rounds: int) -> float:
-        """How long reading takes.
+        """Expected seconds of reading.
 
         Args:
-            nbytes: Of all requests.
-            num_rounds: Requests one after the other.
+            nbytes: Bytes of all requests.
+            num_rounds: Number of consecutive requests.
         """
         rate = self.seconds_per_byte
         return (self.latency or 0.0) * num_rounds + nbytes * (_FASTEST if rate is None else rate)
 
     def is_known(self, nbytes: int) -> bool:
-        """Whether a request of about so many bytes was measured."""
+        """Whether a request of about ``nbytes`` was measured."""
         return bool(self._rates or (nbytes <= _SMALL and self._latencies))
 
     def is_due(self, seconds: float) -> bool:
-        """Whether to measure again what is thought to take so long."""
+        """Whether to measure again a request that is expected to take ``seconds``."""
         return time.monotonic() - self._measured >= _AGAIN * max(seconds, 0.1)

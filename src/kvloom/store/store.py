@@ -1,4 +1,4 @@
-"""Stores in a row below pools of pages: read in order, written in the background."""
+"""Chain of stores below pools of pages: read in order, written in the background."""
 
 import os
 import time
@@ -23,41 +23,40 @@ from kvloom.store.writer import EXIT_SECONDS, Write, Writer
 
 _MODES: Final = (0o600, 0o640, 0o660, 0o644)
 _LISTING_SECONDS: Final = 6.0
-"""For which the end of a process waits for a request that lists a store."""
+"""Seconds that the end of a process waits for a request that lists a store."""
 
 
 class KVStore:
-    """Keys and values that outlive the process.
+    """Persistent keys and values.
 
-    Pages that are sealed are written in the background, by a thread; ``flush`` and ``close`` wait for it, and
-    so does the end of the process. A prefix is looked for in the first store, and what it lacks in the next;
-    what a later store gave is written to those before it. Several pools, threads and processes may share a
-    store. A child that ``os.fork`` made goes on with an empty queue; local folders and Redis know it as they
-    know their parent, object stores do not work in it.
+    A thread writes sealed pages in the background; ``flush``, ``close`` and the end of the process wait for
+    it. A prefix is looked up in the first store, and its missing part in the next; what a later store has is
+    copied to earlier ones. Several pools, threads and processes may share a store. A child of ``os.fork``
+    continues with an empty queue; local folders and Redis work in it, object stores do not.
 
-    Whatever a store does wrong is a missing prefix and one warning, never an error of those who use it.
+    Any failure of a store is a missing prefix and one warning, never an error for its users.
 
     Args:
         urls: ``file:///absolute/path``, ``s3://``, ``gs://``, ``az://``, ``redis://`` or ``memory://name``.
         max_bytes: Bytes that each store may hold; the least recently used are evicted first.
         max_age: Seconds after which an unused run is evicted.
-        keep_text: Whether token ids are written. Without them a run has digests of its text alone, and is
-            found and checked by these.
+        keep_text: Whether token ids are written. Without them a run has only digests of its text, by which it
+            is found and checked.
         read: ``"cheaper"`` reads a prefix if that takes less than half of computing it, ``"always"`` always.
         timeout: Seconds after which one request to a remote store gives up.
-        max_queued: Bytes that may wait to be written; what comes beyond them is not written.
-        max_wait: Seconds for which a lookup waits for stores. ``None``: a fortieth of what computing the
-            prefix takes, at least 20 ms, of which no more than a tenth of computing for a list of what they
-            have; or up to what computing takes where reading is known to be quicker. With
-            ``read="always"``, and where nobody says what computing takes, as long as it takes.
+        max_queued: Maximum bytes that wait to be written; pages beyond it are not written.
+        max_wait: Maximum seconds that a look-up waits for stores. ``None``: a fortieth of the time to compute
+            the prefix, at least 20 ms, with at most a tenth of the computing time for a listing; or up to the
+            computing time if reading is known to be faster. No limit with ``read="always"``, or if the
+            computing time is unknown.
         mode: Permissions of files in a local folder: 0o600, 0o640, 0o660 or 0o644. Folders can be entered by
             those who may read the files.
-        key: Secret of 16 to 64 bytes of those who share the store. Files are then summed by BLAKE2b under it,
-            in folders of their own, and what others write is used by nobody.
+        key: Secret of 16 to 64 bytes that users of the store share. Checksums are then BLAKE2b with this key,
+            in folders of their own, and files of anyone without the key are not used.
 
     Raises:
-        ArgumentError: a URL names no kind of store, or with limits a folder of something else; or another
-            argument is not allowed.
+        ArgumentError: a URL names no kind of store, or with limits a folder of other files; or another
+            argument is invalid.
         ModuleNotFoundError: the library of this kind of store is not installed.
     """
 
@@ -108,20 +107,20 @@ class KVStore:
         self.close()
 
     def expect(self, fingerprint: Fingerprint, probe: Probe) -> None:
-        """Use what is there of a fingerprint only where the store keeps a probe like this one.
+        """Use runs of a fingerprint only in stores whose probe equals this one.
 
-        A store that keeps none gets this one. One that keeps another is neither read nor written for this
+        A store without a probe gets this one. A store with another is neither read nor written for this
         fingerprint, which is logged once.
 
         Args:
-            fingerprint: Whose keys and values.
-            probe: What their model computes.
+            fingerprint: Model and format of the keys and values.
+            probe: Results of the model.
         """
         for tier in self.tiers:
             tier.expect(fingerprint, probe)
 
     def watch(self, fingerprint: Fingerprint, wait: float = 0.0) -> None:
-        """Begin to learn what there is of a fingerprint, and wait for that for so many seconds at most."""
+        """Begin to list the runs of a fingerprint, and wait for that, at most ``wait`` seconds."""
         for tier in self.tiers:
             tier.catalog.watch(fingerprint)
         deadline = time.monotonic() + wait
@@ -129,16 +128,16 @@ class KVStore:
             tier.catalog.wait(fingerprint, deadline - time.monotonic())
 
     def find(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int], start: int = 0) -> int:
-        """How far the stores continue a text, by what they list; nothing is read.
+        """Find how far the stores continue a text, by their listings; reads nothing.
 
         Args:
-            fingerprint: Whose keys and values.
-            salt: Only what was saved under it is found.
+            fingerprint: Model and format of the keys and values.
+            salt: Only runs that were saved under it are found.
             tokens: Ids from the start of the text, signed 64-bit.
-            start: Tokens that are there already.
+            start: Number of tokens that are available already.
 
         Returns:
-            The end of the last page that is found, ``start`` if none is.
+            End of the last page that is found; ``start`` if none is.
 
         Raises:
             ArgumentError: a token is not a signed 64-bit integer.
@@ -153,11 +152,11 @@ class KVStore:
         return end
 
     def prefixes(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int]) -> Prefixes:
-        """The digests of a text; those of the last texts are kept.
+        """Digests of a text; those of the last texts are cached.
 
         Args:
-            fingerprint: Whose keys and values.
-            salt: Who may find them.
+            fingerprint: Model and format of the keys and values.
+            salt: Salt of the text.
             tokens: Ids from the start of the text, signed 64-bit.
 
         Raises:
@@ -166,7 +165,7 @@ class KVStore:
         return self._texts.prefixes(fingerprint.digest, salt_digest(salt), tokens)
 
     def refresh(self, fingerprint: Fingerprint) -> None:
-        """Learn now what other processes wrote and removed, rather than within two seconds."""
+        """List what other processes wrote and removed now, not within two seconds."""
         for tier in self.tiers:
             tier.catalog.refresh(fingerprint)
 
@@ -180,18 +179,18 @@ class KVStore:
         heads: range | None = None,
         seconds_per_token: float | None = None,
     ) -> list[Piece]:
-        """Pages that continue a text, checked byte by byte.
+        """Read pages that continue a text, and check every byte.
 
         Args:
-            fingerprint: Whose keys and values.
-            salt: Only what was saved under it is found.
+            fingerprint: Model and format of the keys and values.
+            salt: Only runs that were saved under it are found.
             tokens: Ids from the start of the text, signed 64-bit.
-            start: Tokens that are there already.
-            heads: Which of ``fingerprint.num_heads``; ``None`` for all.
-            seconds_per_token: How long computing takes; ``None`` reads whatever there is.
+            start: Number of tokens that are available already.
+            heads: Heads among ``fingerprint.num_heads``; ``None`` for all.
+            seconds_per_token: Time to compute a token; ``None`` to read whatever there is.
 
         Returns:
-            Pieces one after the other, the first of which has token ``start``.
+            Consecutive pieces, the first of which has token ``start``.
 
         Raises:
             ArgumentError: a token is not a signed 64-bit integer.
@@ -229,16 +228,16 @@ class KVStore:
         read: Callable[[Segment], Piece | None],
         patience: Patience,
     ) -> Iterator[Piece]:
-        """The pages of segments, up to the first that is not read in time."""
+        """Read the pages of segments, up to the first that is not read in time."""
         num_tokens = segments[-1].end - segments[0].start
         seconds = tier.speed.seconds(sum(nbytes), -(-len(segments) // tier.readers.most))
         is_known = tier.speed.is_known(max(nbytes))
         wait = patience.wait(num_tokens, seconds, is_known)
         is_worth = patience.pays(num_tokens, seconds)
-        if not is_worth or (wait is not None and seconds > wait):  # nobody waits for what comes later
+        if not is_worth or (wait is not None and seconds > wait):  # the caller does not wait longer
             self.counts["tokens_too_late" if is_worth else "tokens_not_worth_reading"] += num_tokens
             if (not is_known or tier.speed.is_due(seconds)) and not tier.readers.is_busy:
-                tier.readers.submit(partial(read, segments[0]))  # how long it takes now
+                tier.readers.submit(partial(read, segments[0]))  # to measure the time
             return
         began = time.monotonic()
         calls = [tier.readers.submit(partial(read, segment)) for segment in segments]
@@ -262,7 +261,7 @@ class KVStore:
                 call.cancel()
 
     def missing(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> list[int]:
-        """The pages, by their ends, that a store does not have and will not have, unless it is away."""
+        """Ends of the pages that some available store does not have, even in its queue."""
         here = [
             tier.catalog.known(fingerprint, prefixes, ends)
             for tier in self.tiers
@@ -284,12 +283,12 @@ class KVStore:
         """Write pages in the background.
 
         Args:
-            fingerprint: Whose keys and values.
-            salt: Who may find them.
-            tokens: Ids from the start of the text to the end of the last page.
+            fingerprint: Model and format of the keys and values.
+            salt: Salt under which they are found.
+            tokens: Token ids from the start of the text to the end of the last page.
             first: Position of the first token of the pages.
             page_size: Tokens in a page.
-            data: The pages of each head, heads outermost; not to be changed any more.
+            data: The pages of each head, heads outermost; must not be changed afterwards.
 
         Returns:
             Whether there was room in the queue.
@@ -302,25 +301,25 @@ class KVStore:
         return self._put(run, data, self.tiers)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``save`` would take so many bytes now."""
+        """Whether ``save`` would accept ``nbytes`` bytes now."""
         return self._writer.has_room(nbytes)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything that was saved is written, or could not be.
+        """Wait until everything that was saved is written, or has failed.
 
         Args:
-            timeout: Seconds to wait for; ``None`` waits for ever.
+            timeout: Maximum seconds to wait; ``None`` for no limit.
 
         Returns:
-            Whether nothing is left.
+            Whether the queue is empty.
         """
         return self._writer.flush(timeout)
 
     def close(self, timeout: float | None = EXIT_SECONDS) -> bool:
-        """Write no more after what is queued; what is looked up is still found.
+        """Stop writing after the queue is written; look-ups still work.
 
         Args:
-            timeout: Seconds to wait for what is queued; what is left is logged. ``None`` waits for ever.
+            timeout: Maximum seconds to wait for the queue; the rest is logged. ``None`` for no limit.
 
         Returns:
             Whether everything is written.
@@ -337,14 +336,14 @@ class KVStore:
         return dict(self.counts) | {"queued": self._writer.num_queued, "stores": tiers}
 
     def after_fork(self) -> None:
-        """Go on in a child process."""
+        """Continue in a child process."""
         self._writer.after_fork()
         self._texts = LastTexts()
         for tier in self.tiers:
             tier.after_fork()
 
     def _promote(self, piece: Piece, tiers: Sequence[Tier]) -> None:
-        """Write what a later store gave to those before it."""
+        """Copy pages from a later store to the earlier ones."""
         run, pages = piece.run, piece.segment.pages
         size = run.page_size * 8
         text = None if run.tokens is None else run.tokens[pages.start * size : pages.stop * size]
@@ -362,14 +361,14 @@ class KVStore:
         self._put(part, piece.data[piece.start :], tiers)
 
     def _put(self, run: Run, data: bytearray | memoryview, tiers: Sequence[Tier]) -> bool:
-        # Here and not in the thread: a checksum of a page holds Python's lock, for which steps would wait.
+        # Not in the thread: a page's checksum holds Python's lock, and would delay steps.
         is_taken = self._writer.put(Write(run.with_checksums(memoryview(data)), data, tiers))
         self.counts["runs_saved" if is_taken else "runs_dropped"] += 1
         return is_taken
 
 
 def open_store(store: KVStore | str | Sequence[str]) -> KVStore:
-    """A store, by itself or by its URLs.
+    """Open a store by its URLs, or return it if it is open.
 
     Raises:
         ArgumentError: as ``KVStore``.
@@ -381,7 +380,7 @@ def open_store(store: KVStore | str | Sequence[str]) -> KVStore:
 
 
 def _end(writer: Writer, tiers: Sequence[Tier]) -> None:
-    """Write what is queued, when nobody has the store any more, or the process ends."""
+    """Write the queue when the store is collected or the process ends."""
     writer.close()
     for tier in tiers:
         tier.close(_LISTING_SECONDS)

@@ -1,4 +1,4 @@
-"""Checksums of pieces of memory: XXH3-128 by xxhash, or under a key BLAKE2b, which nobody else can make."""
+"""Checksums: XXH3-128 by xxhash, or BLAKE2b with a key, which cannot be forged without it."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -11,23 +11,24 @@ from kvloom.errors import ArgumentError
 
 SUM_BYTES: Final = 16
 _KEY_BYTES: Final = range(16, 65)
-"""That a key may have."""
+"""Allowed numbers of bytes of a key."""
 
 
 def checksum(data: Any) -> bytes:
-    """XXH3-128 of a buffer, big-endian as the hash's canonical form is."""
+    """XXH3-128 of a buffer, big-endian, as in the hash's canonical form."""
     return xxhash.xxh3_128_digest(data)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """How files are summed.
+    """Method of checksums of files.
 
     Attributes:
-        key: Secret of those who share a store, 16 to 64 bytes. A key finds forgeries, ``None`` accidents.
+        key: Secret that users of a store share, 16 to 64 bytes, to detect forgeries; ``None`` to detect
+            accidents only.
 
     Raises:
-        ArgumentError: the key is no bytes, or has fewer or more.
+        ArgumentError: the key is no bytes, or has another length.
     """
 
     key: bytes | None = field(default=None, repr=False)
@@ -39,32 +40,32 @@ class Sums:
 
     @property
     def format(self) -> str:
-        """The format of a run with these checksums."""
+        """Format name of a run with these checksums."""
         return "kvloom-run/1" if self.key is None else "kvloom-run/1+blake2b"
 
     def checksum(self, data: Any) -> bytes:
-        """The checksum of a buffer: XXH3-128, or with a key BLAKE2b of 16 bytes."""
+        """Checksum of a buffer, 16 bytes: XXH3-128, or BLAKE2b with a key."""
         if self.key is None:
             return checksum(data)
         return hashlib.blake2b(data, digest_size=SUM_BYTES, key=self.key).digest()
 
     def checksums(self, data: memoryview, size: int) -> bytes:
-        """The ``checksum`` of each ``size`` bytes, the last of which may be fewer, one after the other."""
-        digest = xxhash.xxh3_128_digest if self.key is None else self.checksum  # called once a page
+        """Concatenated checksums of every ``size`` bytes; the last part may be shorter."""
+        digest = xxhash.xxh3_128_digest if self.key is None else self.checksum  # called once for each page
         return b"".join([digest(data[i : i + size]) for i in range(0, len(data), size)])
 
     def folder(self, fingerprint: bytes) -> str:
-        """The folder of the runs of a fingerprint, by its digest; each key has a folder of its own."""
+        """Folder of the runs of a fingerprint, by its digest; each key has its own."""
         if self.key is None:
             return fingerprint.hex()[:16]
         return hashlib.blake2b(b"kvloom folder\0" + fingerprint, digest_size=8, key=self.key).hexdigest()
 
 
 def read_sums(path: str | None) -> Sums:
-    """Those of a store whose key is in a file, all bytes of it; ``None`` for a store without one.
+    """Method of a store whose key is the content of a file; ``None`` for a store without a key.
 
     Raises:
-        ArgumentError: the file cannot be read, or has fewer or more bytes than a key.
+        ArgumentError: the file cannot be read, or does not have the length of a key.
     """
     if path is None:
         return PLAIN
@@ -75,4 +76,4 @@ def read_sums(path: str | None) -> Sums:
 
 
 PLAIN: Final = Sums()
-"""Those of stores without a key."""
+"""Method of stores without a key."""

@@ -1,4 +1,4 @@
-"""Surveys of a store for people: its runs, their problems, and why a text is found or not."""
+"""Surveys of a store for humans: its runs, their problems, and why a text is found or not."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -15,16 +15,16 @@ from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
 from kvloom.store.sums import PLAIN, Sums
 
 _AT_ONCE: Final = 64 << 20
-"""Bytes that are read at once, if a page does not have more."""
+"""Maximum bytes of one read of several pages."""
 
 
 class Found(NamedTuple):
     """An object of a store.
 
     Attributes:
-        stored: Its name, bytes, and when it was used.
-        run: What its head says; ``None`` if that is damaged or of another format.
-        problem: What is wrong with it; empty if nothing is.
+        stored: Name, size and time of the last use.
+        run: Its head; ``None`` if that is damaged or of another format.
+        problem: Description of its problem; empty if it has none.
     """
 
     stored: Stored
@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why one page of a text is found or not.
+    """Result of a look-up of one page of a text, with the reason.
 
     Attributes:
         tokens: Positions of its tokens.
@@ -65,12 +65,12 @@ def look(backend: Backend, x: Stored, sums: Sums = PLAIN, is_thorough: bool = Fa
 
 
 def runs_of(objects: Iterable[Stored]) -> list[Stored]:
-    """Those that are stored, the quarantine included."""
+    """Runs among objects, the quarantine included."""
     return [x for x in objects if kind_of(x.name) in (Kind.RUN, Kind.QUARANTINED)]
 
 
 def _expect_whole(backend: Backend, x: Stored, run: Run, start: int) -> None:
-    """Check all pages, a part at a time."""
+    """Check all pages, several at a time."""
     size = run.page_bytes
     at_once = max(1, _AT_ONCE // size)
     for head in range(run.fingerprint.num_heads):
@@ -88,15 +88,15 @@ def why(
     tokens: Sequence[int],
     page_size: int,
 ) -> Iterator[Verdict]:
-    """Whether each full page of a text is found, and the closest reason if not.
+    """Whether each full page of a text is found, and otherwise the closest reason.
 
     Args:
-        runs: All of a store, the quarantine included.
-        evicted: What is remembered of runs of ``fingerprint`` that are no longer there.
-        fingerprint: Of whoever asks.
-        salt: Under which.
-        tokens: The text.
-        page_size: Tokens in a page of whoever asks.
+        runs: All runs of a store, the quarantine included.
+        evicted: Marks of evicted runs of ``fingerprint``.
+        fingerprint: Fingerprint of the reader.
+        salt: Salt of the reader.
+        tokens: Token ids of the text.
+        page_size: Tokens in a page of the reader.
     """
     digest = salt_digest(salt)
     known = list(runs)
@@ -154,7 +154,7 @@ def _reason(
 
 
 def _same_tokens(run: Run, tokens: Sequence[int]) -> int:
-    """Position up to which a run has the tokens of a text, from its first one on; 0 if it keeps none."""
+    """Position up to which a run's token ids equal those of a text; 0 if it keeps no token ids."""
     if run.tokens is None or run.first >= len(tokens):
         return 0
     text = token_bytes(tokens[run.first : run.end])

@@ -1,4 +1,4 @@
-"""One store of several in a row: what it has, what is wrong with it, and how much it may hold."""
+"""One store of a chain: its runs, failures and limits."""
 
 import logging
 import time
@@ -25,9 +25,9 @@ from kvloom.store.sums import PLAIN, Sums
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _TOUCH_SECONDS: Final = 1.0
-"""For how long a store that was told of a use need not be told of the next."""
+"""Minimum interval between two records of an object's use."""
 _ATTEMPTS: Final = 3
-"""To read a run that seems damaged: another process may replace it meanwhile."""
+"""Number of attempts to read a run that seems damaged: another process may be replacing it."""
 _Result = TypeVar("_Result")
 
 
@@ -35,9 +35,9 @@ class Piece(NamedTuple):
     """Pages that were read and checked.
 
     Attributes:
-        run: That they are of.
-        segment: Which of its pages.
-        data: The head of the file, and the pages, heads outermost, from ``start`` on.
+        run: Run of the pages.
+        segment: Pages of the run that were read.
+        data: Head of the file, and the pages, heads outermost, from ``start`` on.
         start: Bytes of the head.
     """
 
@@ -48,23 +48,23 @@ class Piece(NamedTuple):
 
 
 class Tier:
-    """A store that may be slow, full, damaged or away; none of that is an error for those who use it.
+    """Store that may be slow, full, damaged or unreachable, without an error for its users.
 
-    After an error it is left alone for ``retry`` seconds, reading and writing each by itself; where somebody
-    else's folder may not be read or written, that folder alone.
+    After an error it is not used for ``retry`` seconds; reading and writing are separate. If a permission for
+    a folder is missing, only that folder is not used.
 
     Args:
-        url: Of the store.
+        url: URL of the store.
         timeout: Seconds after which one request gives up.
         max_bytes: Bytes that it may hold; the least recently used runs are evicted first, and later ones
             of a text before earlier ones.
         max_age: Seconds after which a run that is not used is evicted.
-        retry: Seconds.
+        retry: Seconds without use after an error.
         mode: Permissions of files in a local folder.
-        sums: How runs are summed.
+        sums: Method of the runs' checksums.
 
     Raises:
-        ArgumentError: the URL names no kind of store, or with limits a folder of something else.
+        ArgumentError: the URL names no kind of store, or with limits a folder of other files.
         ModuleNotFoundError: its library is not installed.
     """
 
@@ -83,16 +83,16 @@ class Tier:
         self.sums = sums
         self.counts: Counter[str] = Counter()
         self.damages: deque[str] = deque(maxlen=16)
-        """What was wrong with the last damaged runs."""
+        """Descriptions of the last damaged runs."""
         self.readers, self.speed = Readers(), Speed()
         self.catalog = Catalog(self)
         self._timeout, self._retry, self._mode = timeout, retry, mode
         self._room = Room(self.connected, max_bytes, max_age, sums, self._evicted)
-        self._probes: dict[str, Probe] = {}  # of each folder
-        self._agreed: dict[str, bool] = {}  # whether the one that the store keeps is alike
+        self._probes: dict[str, Probe] = {}  # by folder
+        self._agreed: dict[str, bool] = {}  # by folder, whether the store's probe is alike
         self._heads = Heads(sums=sums)
-        self._touched: dict[str, float] = {}  # when, of each object
-        self._down_until: dict[str, float] = {}  # of "read" and "write", and of each in a folder alone
+        self._touched: dict[str, float] = {}  # time by object
+        self._down_until: dict[str, float] = {}  # by "read" or "write", alone and with a folder
         self._warned: set[str] = set()
         self._backend: Backend | None = None
         if self._room.is_limited:
@@ -100,11 +100,11 @@ class Tier:
         self.attempt("read", self.connected, None)
 
     def is_down(self, fingerprint: Fingerprint) -> bool:
-        """Whether nothing of a fingerprint is written for now."""
+        """Whether writing runs of a fingerprint is suspended now."""
         return self._is_down("write", self.sums.folder(fingerprint.digest))
 
     def expect(self, fingerprint: Fingerprint, probe: Probe) -> None:
-        """Use runs of a fingerprint only where the store keeps a probe like this one; the first is kept."""
+        """Use runs of a fingerprint only if the store's probe equals this one; a missing probe is written."""
         folder = self.sums.folder(fingerprint.digest)
         self._probes[folder] = probe
         self._agreed.pop(folder, None)
@@ -118,14 +118,14 @@ class Tier:
         segment: Segment,
         heads: range | None = None,
     ) -> Piece | None:
-        """Pages of a run, if every byte of them is what was written for this text; else ``None``."""
+        """Read pages of a run and check every byte against this text; ``None`` if that fails."""
         name, why = segment.entry.name, ""
         for _ in range(_ATTEMPTS):
             try:
                 return self._read(fingerprint, salt, prefixes, segment, heads)
             except DamagedRun as error:
                 why, entry = str(error), segment.entry
-            try:  # what was listed may be wrong, and not the run; or it was replaced while it was read
+            try:  # maybe the listing is wrong, not the run; or it was replaced while it was read
                 right = self.attempt("read", partial(self.catalog.corrected, entry), None, folder_of(name))
             except OtherFormat:
                 return None
@@ -163,7 +163,7 @@ class Tier:
         return Piece(run, segment, data, start)
 
     def touch(self, name: str) -> None:
-        """Let an object count as used, at most once a second."""
+        """Record the use of an object, at most once a second."""
         self._room.used(name)
         now = time.time()
         if not 0 <= now - self._touched.get(name, 0.0) < _TOUCH_SECONDS:
@@ -171,7 +171,7 @@ class Tier:
             self.attempt("write", lambda: self.connected().touch(name), None)
 
     def put(self, run: Run, data: bytearray | memoryview) -> bool:
-        """Write a run, if its pages are not here; whether they last now."""
+        """Write a run, if its pages are missing; returns whether they are stored durably."""
         if self.catalog.has(run):
             return True
         folder = folder_of(run.name)
@@ -182,7 +182,7 @@ class Tier:
         is_new = self.attempt("write", lambda: self._write(run.name, [head, data], nbytes), None, folder)
         if is_new is None:
             return False
-        if not is_new:  # it has another head, with or without a text, or an index said so
+        if not is_new:  # its head differs, with or without a text, or an index was wrong
             self.catalog.look_again(run)
             return True
         self.counts["runs_written"] += 1
@@ -193,23 +193,23 @@ class Tier:
         return True
 
     def connected(self) -> Backend:
-        """The backend that has the objects.
+        """Backend of the store, opened if needed.
 
         Raises:
-            OSError: it does not let itself be opened.
+            OSError: it cannot be opened.
         """
         if self._backend is None:
             self._backend = connect(self.url, self._timeout, self._mode)
         return self._backend
 
     def agrees(self, folder: str) -> bool:
-        """Whether the store keeps a probe like that of this process, which is written if there is none."""
+        """Whether the store's probe is like that of this process, which is written if there is none."""
         probe = self._probes.get(folder)
         if probe is None or folder in self._agreed:
             return self._agreed.get(folder, True)
         kept = self._kept_probe(folder, len(probe.data))
         if kept is None:
-            with suppress(OSError):  # who may not write here reads what others wrote
+            with suppress(OSError):  # without write permission the store can still be read
                 self.connected().put_if_absent(probe_name(folder), [probe.data])
             kept = self._kept_probe(folder, len(probe.data))
         difference = ""
@@ -227,7 +227,7 @@ class Tier:
         return not difference
 
     def damaged(self, name: str, why: str) -> None:
-        """Let nobody find a damaged object again; keep it for whoever wants to know."""
+        """Quarantine a damaged object, so that it is not found again but can be examined."""
         self.counts["damaged"] += 1
         self.damages.append(why)
         self._forget(name)
@@ -241,14 +241,14 @@ class Tier:
         self.attempt("write", move, None, "quarantine")
 
     def left_out(self, name: str, why: Exception) -> None:
-        """Note an object that is of another format or may not be read."""
+        """Record an object that has another format or may not be read."""
         self.counts["left_out"] += 1
         self._warn(f"left out {type(why)}", "%s has objects that are not used: %s: %s", self.name, name, why)
 
     def attempt(self, way: str, call: Callable[[], _Result], default: _Result, folder: str = "") -> _Result:
-        """The result of a call, or ``default`` if the store fails.
+        """Result of a call, or ``default`` if the store fails.
 
-        What may not be done in a ``folder``, if one is named, is left alone there, and done in others.
+        If a permission is missing in ``folder``, the operation is suspended there, but not in other folders.
         """
         if self._is_down(way, folder):
             self.counts["refused"] += 1
@@ -265,11 +265,11 @@ class Tier:
             return default
 
     def close(self, timeout: float) -> None:
-        """Begin to read nothing more that nobody waits for."""
+        """Start no more background reads."""
         self.catalog.close(timeout)
 
     def after_fork(self) -> None:
-        """Go on in a child process, which has none of the threads, nor their connections."""
+        """Continue in a child process, without the threads and their connections."""
         self.readers, self.catalog = Readers(), Catalog(self)
         self._heads = Heads(sums=self.sums)
         self._room.after_fork()
@@ -281,7 +281,7 @@ class Tier:
         return time.monotonic() < until
 
     def _write(self, name: str, parts: list[bytes | bytearray | memoryview], nbytes: int) -> bool | None:
-        """Whether an object is new; ``None`` if it would be beyond the limits alone."""
+        """Write an object; returns whether it is new, or ``None`` if it alone exceeds the limits."""
         if not self._room.make(nbytes):
             self._warn("large", "%s may hold less than one run of %d bytes", self.name, nbytes)
             return None
@@ -301,7 +301,7 @@ class Tier:
     def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> memoryview | None:
         try:
             return self.connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
-        except FileNotFoundError:  # another process removed it
+        except FileNotFoundError:  # removed by another process
             self._forget(entry.name)
             return None
         except PermissionError as error:
@@ -327,7 +327,7 @@ class Tier:
         self.catalog.remove(name)
 
     def _warn(self, about: str, message: str, *args: object) -> None:
-        """Log something once."""
+        """Log a warning once for each ``about``."""
         if about not in self._warned:
             self._warned.add(about)
             _LOG.warning(message, *args)

@@ -1,4 +1,4 @@
-"""Pages of a pool to the bytes of a run and back, from any layout and page size to any, codes as they are.
+"""Conversion of a pool's pages to the bytes of a run and back, for any layout and page size, codes unchanged.
 
 Shapes: N pages of S tokens, R heads that can be read one by one, H heads of a layer, D head dim.
 """
@@ -21,17 +21,17 @@ from kvloom.store.tier import Piece
 
 
 def layers_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:
-    """What each layer keeps of a token."""
+    """Entry of a token in each layer."""
     return tuple(storage.entry for _, storage in sorted(storages.items()))
 
 
 def rotation_of(storages: Mapping[int, Storage]) -> str:
-    """As ``rotation_in`` of ``layers_of``."""
+    """``rotation_in`` of ``layers_of``."""
     return rotation_in(layers_of(storages))
 
 
 def smoothing_digest(storages: Mapping[int, Storage]) -> str:
-    """Digest of how the keys of each layer are smoothed; empty if none are."""
+    """Digest of the smoothing of each layer's keys; empty if none are smoothed."""
     return digest_of([x.smoothing for _, x in sorted(storages.items())])
 
 
@@ -46,13 +46,14 @@ def digest_of(found: Sequence[KeySmoothing | None]) -> str:
 def pack(
     pages: Pages, ids: Sequence[int], fingerprint: Fingerprint, num_tokens: int | None = None
 ) -> bytearray:
-    """A copy of some pages: R * N pages of ``page_bytes``, heads outermost.
+    """Copy pages to bytes: R * N pages of ``page_bytes``, heads outermost.
 
     Args:
-        pages: Where they are.
-        ids: Of the pages.
-        fingerprint: Whose keys and values.
-        num_tokens: Of one page, its first tokens, each as a page of its own; whole pages if ``None``.
+        pages: Pages of the pool.
+        ids: Ids of the pages to copy.
+        fingerprint: Model and format of the keys and values.
+        num_tokens: Number of first tokens of one page, each copied as a page of one token; ``None`` for whole
+            pages.
     """
     size, count = (pages.format.page_size, len(ids)) if num_tokens is None else (1, num_tokens)
     packed = bytearray(fingerprint.num_heads * count * page_bytes(fingerprint, size))
@@ -74,10 +75,10 @@ def unpack(piece: Piece, tokens: range, pages: Pages, ids: Sequence[int], start:
 
     Args:
         piece: Pages of all heads.
-        tokens: Which of their tokens.
-        pages: Where to.
-        ids: Its pages, in order.
-        start: Token slot of ``ids`` that the first token takes.
+        tokens: Tokens of the piece to write.
+        pages: Pages of the pool.
+        ids: Ids of the target pages, in order.
+        start: Token slot, within ``ids``, of the first token.
     """
     run, num_pages = piece.run, len(piece.segment.pages)
     data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
@@ -90,7 +91,7 @@ def unpack(piece: Piece, tokens: range, pages: Pages, ids: Sequence[int], start:
 
 
 def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int) -> Iterator[KVView]:
-    """Each layer of packed pages."""
+    """View of each layer in packed pages."""
     row, at = num_pages * page_bytes(fingerprint, page_size), 0
     for layer in fingerprint.layers:
         vectors = layer.heads // fingerprint.num_heads * page_size
@@ -98,7 +99,7 @@ def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int
         for side in layer.sides:
             tensors = []
             for part in side.parts:
-                # A layer has as many heads in a part as R does not tell apart.
+                # If R is 1, a part has all heads of a layer.
                 head = row if fingerprint.num_heads > 1 else page_size * part.nbytes
                 shape = (num_pages, page_size, 1, layer.heads, 1, part.width)
                 strides = (row // num_pages, part.nbytes, part.nbytes, head, part.nbytes, part.itemsize)

@@ -1,4 +1,4 @@
-"""The thread that writes runs in the background."""
+"""Thread that writes runs in the background."""
 
 import logging
 import os
@@ -15,11 +15,11 @@ from kvloom.store.tier import Tier
 _LOG: Final = logging.getLogger("kvloom.store")
 _LOWEST_PRIORITY: Final = 19
 EXIT_SECONDS: Final = 30.0
-"""For which the end of a process waits."""
+"""Maximum seconds that the end of a process waits."""
 
 
 class Write(NamedTuple):
-    """A run to be written."""
+    """Run to write."""
 
     run: Run
     data: bytearray | memoryview
@@ -27,14 +27,14 @@ class Write(NamedTuple):
 
 
 class Writer:
-    """A thread that writes runs in order; it starts with the first."""
+    """Thread that writes runs in order; it starts with the first."""
 
     def __init__(self, max_queued: int) -> None:
         self._max_queued, self._is_closed = max_queued, False
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Go on in a child process, which has no thread. What is queued is its parent's, who writes it."""
+        """Continue in a child process without the thread; the parent writes the queue."""
         self._queue: deque[Write] = deque()
         self._changed = threading.Condition()
         self._num_bytes = 0
@@ -43,18 +43,18 @@ class Writer:
 
     @property
     def num_queued(self) -> int:
-        """Runs that are not written yet."""
+        """Number of runs that are not written yet."""
         return len(self._queue)
 
     def has(self, digest: bytes) -> bool:
-        """Whether a page that ends with this digest is about to be written."""
+        """Whether a page that ends with this digest is in the queue."""
         return digest in self._digests
 
     def has_room(self, nbytes: int) -> bool:
         return not self._is_closed and self._num_bytes + nbytes <= self._max_queued
 
     def put(self, write: Write) -> bool:
-        """Take a run to be written, if there is room."""
+        """Queue a run, if there is room; returns whether there was."""
         with self._changed:
             if not self.has_room(len(write.data)):
                 return False
@@ -68,17 +68,17 @@ class Writer:
         return True
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until nothing is queued."""
+        """Wait until the queue is empty."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: not self._queue, timeout))
 
     def close(self, timeout: float | None = EXIT_SECONDS) -> bool:
-        """Take no more, and wait until what is queued is written; whether it is."""
+        """Accept no more runs, and wait for the queue; returns whether all is written."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
             thread = self._thread
-        if thread is threading.current_thread():  # which collected the store, and writes all before it ends
+        if thread is threading.current_thread():  # it collected the store, and writes all before it ends
             return False
         if thread is not None:
             thread.join(timeout)
@@ -97,7 +97,7 @@ class Writer:
             try:
                 for tier in write.tiers:
                     tier.put(write.run, write.data)
-            except Exception:  # a thread that ended would let the queue grow full
+            except Exception:  # without the thread the queue would fill up
                 _LOG.exception("a run was not written")
             with self._changed:
                 self._queue.popleft()
@@ -107,7 +107,7 @@ class Writer:
 
 
 def _give_way() -> None:
-    """Leave processors to those who compute: this thread takes what they do not use."""
-    if sys.platform == "linux":  # elsewhere a priority is that of the process
+    """Lower this thread's priority, so that it uses only idle processors."""
+    if sys.platform == "linux":  # elsewhere priorities are per process
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

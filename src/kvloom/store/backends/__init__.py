@@ -17,7 +17,7 @@ class Stored(NamedTuple):
     Attributes:
         name: Path within the store, parts divided by slashes.
         size: Bytes.
-        used: Seconds since 1970 when it was last written or, where the store remembers that, used.
+        used: Time when it was last written or, if the store records that, used; seconds since 1970.
     """
 
     name: str
@@ -26,50 +26,50 @@ class Stored(NamedTuple):
 
 
 class Backend(Protocol):
-    """Named objects that are written whole and never changed.
+    """Named objects that are written atomically and never changed.
 
-    Every method raises ``OSError`` for whatever goes wrong, ``FileNotFoundError`` for an object that is not
-    there. Methods are called from several threads.
+    Every method raises ``OSError`` for any failure, ``FileNotFoundError`` for a missing object. Methods are
+    called from several threads.
     """
 
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""
 
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
-        """The bytes from each start to each end, one after the other; fewer if the object ends before.
+        """Concatenated bytes of all ranges ``[start, end)``; fewer if the object ends before.
 
-        They are the caller's, who may write them.
+        The caller owns the memory and may write it.
         """
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
-        """Write an object, visible only when all of it lasts; ``False`` if there is one of this name."""
+        """Write an object, visible only once all of it is durable; ``False`` if the name exists."""
 
     def touch(self, name: str) -> None:
-        """Let an object count as used now, where the store can remember that."""
+        """Record that an object was used now, if the store can."""
 
     def delete(self, name: str) -> None:
         """Remove an object, if there is one."""
 
     def rename(self, name: str, to: str) -> None:
-        """Give an object another name, in place of what has it; its bytes pass through nobody's memory."""
+        """Rename an object, which replaces one with the new name; its bytes are not transferred."""
 
     def list_stored(self, prefix: str = "") -> Iterable[Stored]:
-        """Objects whose names begin with a prefix, which is empty or ends with a slash.
+        """Iterate over objects whose names begin with a prefix, which is empty or ends with a slash.
 
-        Each in less than a millisecond of work, so that whoever iterates may let others go first.
+        Each takes less than a millisecond of work, so that the caller can yield to other threads.
         """
 
     def version(self, prefix: str) -> float | None:
-        """Seconds since 1970 when an object of a prefix last came or went; ``None`` if nobody knows."""
+        """Time of the last change of a prefix's objects, in seconds since 1970; ``None`` if unknown."""
 
 
 def store_url(text: str) -> str:
-    """The URL of a store, or of the local folder, that a command line names."""
+    """URL of a store or a local folder, from a command line's argument."""
     return text if "://" in text else f"file://{quote(str(Path(text).expanduser().absolute()))}"
 
 
 def public_url(url: str) -> str:
-    """A URL as others may see it: without its password and what follows a question mark."""
+    """URL without secrets: without its password and its query string."""
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
@@ -79,18 +79,18 @@ def public_url(url: str) -> str:
 
 
 def connect(url: str, timeout: float, mode: int = 0o600, create: bool = True) -> Backend:
-    """The backend of a URL.
+    """Open the backend of a URL.
 
     Args:
         url: Such as ``"file:///var/cache/kvloom"``, ``"s3://bucket/folder"`` or ``"redis://host:6379/0"``.
         timeout: Seconds after which one request gives up.
         mode: Permissions of files in a local folder.
-        create: Whether a local folder is made if it is missing.
+        create: Whether to make a missing local folder.
 
-    Raises:
-        ArgumentError: the URL names no kind of store, or with ``create=False`` a folder that is missing.
+        Raises:
+            ArgumentError: the URL names no kind of store, or with ``create=False`` a missing folder.
         ModuleNotFoundError: the library of this kind is not installed.
-        OSError: the store does not let itself be opened.
+        OSError: the store cannot be opened.
     """
     scheme = urlsplit(url).scheme if "://" in url else ""
     match scheme:
@@ -114,10 +114,10 @@ def connect(url: str, timeout: float, mode: int = 0o600, create: bool = True) ->
 
 
 def expect_own(url: str) -> None:
-    """Expect that a local folder, whose objects limits may remove, is a store, or empty or missing.
+    """Check that a local folder, whose objects limits may remove, is a store, empty or missing.
 
     Raises:
-        ArgumentError: it holds things of others alone.
+        ArgumentError: it has only files of others.
     """
     parts = urlsplit(url)
     root = Path(unquote(parts.path))
@@ -125,7 +125,7 @@ def expect_own(url: str) -> None:
         return
     try:
         names = {path.name for path in root.iterdir() if not path.name.startswith(".")} - {"lost+found"}
-    except OSError:  # from what cannot be listed nothing is removed
+    except OSError:  # nothing is removed from a folder that cannot be listed
         return
     if names and not any(is_folder(name) for name in names):
         raise ArgumentError(

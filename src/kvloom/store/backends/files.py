@@ -1,4 +1,4 @@
-"""A local folder: objects are files, written under a temporary name, made durable, then renamed."""
+"""Backend in a local folder: files are written under a temporary name, made durable, then renamed."""
 
 import ctypes
 import errno
@@ -20,22 +20,22 @@ from kvloom.store.backends import Stored, public_url
 
 _NAME = re.compile(r"[a-z0-9]+(?:/[a-z0-9][a-z0-9.-]*)?")
 _TEMPORARY = ".writing-"
-_LEFT = re.compile(r"\.writing-\d+-\d+-\d+")  # by a process, a thread and a number
+_LEFT = re.compile(r"\.writing-\d+-\d+-\d+")  # process, thread and a number
 _LOG = logging.getLogger("kvloom.store")
-_LINE = 64  # bytes of a line of the processor's caches
+_LINE = 64  # bytes of a cache line
 _uninitialized = ctypes.pythonapi.PyBytes_FromStringAndSize
 _uninitialized.argtypes, _uninitialized.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class Files:
-    """A ``Backend`` in a folder, which is made if it is missing; what it lies in, too.
+    """``Backend`` in a folder, which is made with its parents if it is missing.
 
-    Whoever writes a temporary file holds a lock on it, which ends with its process; so what a killed process
-    left is told apart from what another one is writing, and is removed when the folder is opened.
+    The writer of a temporary file holds a lock on it, which ends with its process. So temporary files of
+    killed processes can be recognized; they are removed when the folder is opened.
 
     Args:
         root: The folder, or a link to it.
-        mode: Permissions of files. Who may read files may enter the folders that are made for them.
+        mode: Permissions of files. New folders can be entered by those who may read the files.
 
     Raises:
         OSError: the folder cannot be made or read.
@@ -52,15 +52,15 @@ class Files:
 
     @classmethod
     def of_url(cls, url: str, mode: int = 0o600, create: bool = True) -> "Files":
-        """The folder of ``file:///absolute/path``.
+        """Backend of ``file:///absolute/path``.
 
         Args:
-            url: Of the folder.
+            url: URL of the folder.
             mode: As of the class.
-            create: Whether the folder is made if it is missing.
+            create: Whether to make a missing folder.
 
         Raises:
-            ArgumentError: the URL names a host, or no absolute path, or with ``create=False`` no folder.
+            ArgumentError: the URL names a host, no absolute path, or with ``create=False`` no folder.
         """
         parts = urlsplit(url)
         path = Path(unquote(parts.path))
@@ -103,7 +103,7 @@ class Files:
         self._path(name).rename(target)
 
     def touch(self, name: str) -> None:
-        with suppress(OSError):  # somebody else's file, or gone
+        with suppress(OSError):  # file of another user, or removed
             os.utime(self._path(name), follow_symlinks=False)
 
     def delete(self, name: str) -> None:
@@ -123,12 +123,12 @@ class Files:
             return 0.0
 
     def _write(self, temporary: Path, path: Path, parts: list[bytes | bytearray | memoryview]) -> bool:
-        """Whether a file has its name; else its temporary one was gone, which the next attempt makes anew."""
+        """Whether the file was written; else its temporary file was removed, and the caller tries again."""
         with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not os.fstat(file).st_nlink:  # who opened the folder held the lock first, and took it for left
+            if not os.fstat(file).st_nlink:  # another process opened the folder and removed it as abandoned
                 return False
-            os.fchmod(file, self._mode)  # whatever the process masks
+            os.fchmod(file, self._mode)  # despite the process's umask
             for part in parts:
                 left = memoryview(part)
                 while left:
@@ -138,7 +138,7 @@ class Files:
             return True
 
     def _make_folder(self, path: Path) -> None:
-        """Make a folder, and those that it is to lie in."""
+        """Make a folder and its parents."""
         if path.is_dir():
             return
         self._make_folder(path.parent)
@@ -157,7 +157,7 @@ class Files:
         return self.root / name
 
     def _walk(self, prefix: str = "") -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-        """Names and files of the folder and of the folders in it; links and what may not be read are left."""
+        """Names and entries of files in the folder and its subfolders, without links and unreadable ones."""
         for entry in _entries(self.root / prefix):
             if entry.is_file(follow_symlinks=False):
                 yield f"{prefix}{entry.name}", entry
@@ -173,13 +173,13 @@ class Files:
 
 
 def _entries(folder: Path) -> Iterator["os.DirEntry[str]"]:
-    """Entries of a folder, none if it is gone or may not be read."""
+    """Entries of a folder; none if it is missing or unreadable."""
     with suppress(FileNotFoundError, PermissionError, NotADirectoryError), os.scandir(folder) as entries:
         yield from entries
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in the fewest ranges."""
+    """Merge adjacent ranges."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:
@@ -189,14 +189,14 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Memory that nobody zeroed, from where the system copies fast: not from odd places of a line."""
-    whole = BytesIO(_uninitialized(None, nbytes + _LINE)).getbuffer()  # takes the bytes as they are
+    """Uninitialized memory, aligned to a cache line, to which the system copies fast."""
+    whole = BytesIO(_uninitialized(None, nbytes + _LINE)).getbuffer()  # uses the bytes without a copy
     at = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % _LINE
     return whole[at : at + nbytes]
 
 
 def _read(file: int, ranges: list[tuple[int, int]], data: memoryview, name: str) -> None:
-    """Fill ``data`` with bytes of a file."""
+    """Fill ``data`` with ranges of a file."""
     for start, end in ranges:
         while start < end:
             count = os.preadv(file, [data[: end - start]], start)
@@ -207,7 +207,7 @@ def _read(file: int, ranges: list[tuple[int, int]], data: memoryview, name: str)
 
 @contextmanager
 def _opened(path: Path, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """A file or folder; what neither is, such as a pipe or a link, is not there, and nobody waits for it."""
+    """Open a file or folder; anything else, such as a pipe or a link, counts as missing."""
     try:
         file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Objects in this process: two stores of one ``memory://name`` are one. For tests, and to write others by."""
+"""Backend in this process's memory, shared by name: ``memory://name``. For tests, and as an example."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from kvloom.store.backends import Stored
 
 
 class Memory:
-    """A ``Backend`` in a dict."""
+    """``Backend`` in a dict."""
 
     _shared: ClassVar[dict[str, "Memory"]] = {}
 
@@ -18,7 +18,7 @@ class Memory:
 
     @classmethod
     def of_url(cls, url: str) -> "Memory":
-        """The one of this name; one of its own for ``memory://``."""
+        """Backend with this name; a new one for ``memory://``."""
         return cls() if url == "memory://" else cls._shared.setdefault(url, cls())
 
     def exists(self, name: str) -> bool:
@@ -59,4 +59,4 @@ class Memory:
         return [Stored(name, len(data), used) for name, (data, used) in found if name.startswith(prefix)]
 
     def version(self, prefix: str) -> float | None:
-        """Nothing is remembered of it."""
+        """``None``: changes are not recorded."""

@@ -1,4 +1,4 @@
-"""Object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure, all through obstore."""
+"""Backends in object stores by obstore: S3 and compatible ones, Google Cloud Storage, Azure."""
 
 import datetime
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ from obstore.store import from_url
 from kvloom.store.backends import Stored
 
 _AT_ONCE: Final = 100
-"""Names that become Python's objects within a millisecond."""
+"""Number of names that are converted to Python objects within a millisecond."""
 
 
 class Objects:
-    """A ``Backend`` in a bucket; credentials and endpoints come from the environment, as obstore documents.
+    """``Backend`` in a bucket; obstore reads credentials and endpoints from the environment.
 
     Args:
         url: ``s3://bucket/folder``, ``gs://bucket/folder`` or ``az://account/container/folder``.
@@ -45,7 +45,7 @@ class Objects:
             return self._read(name, ranges)
         except (FileNotFoundError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # obstore panics where an object ends within one of several ranges
+        except BaseException as error:  # obstore panics if an object ends within one of several ranges
             with _errors():
                 size = obstore.head(self._store, name)["size"]
             within = [(start, min(end, size)) for start, end in ranges if start < min(end, size)]
@@ -54,7 +54,7 @@ class Objects:
         return self._read(name, within)
 
     def _read(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
-        """The bytes of ranges that are not empty and lie in the object."""
+        """Read ranges that are not empty and are inside the object."""
         data = bytearray()
         if ranges:
             starts, ends = zip(*ranges, strict=True)
@@ -72,7 +72,7 @@ class Objects:
         return True
 
     def touch(self, name: str) -> None:
-        """Object stores remember when an object was written alone."""
+        """Nothing: object stores record only when an object was written."""
 
     def delete(self, name: str) -> None:
         try:
@@ -92,12 +92,12 @@ class Objects:
                     yield Stored(x["path"], x["size"], x["last_modified"].timestamp())
 
     def version(self, prefix: str) -> float | None:
-        """Object stores do not say when something was removed."""
+        """``None``: object stores do not record removals."""
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """obstore's errors as the system's."""
+    """Context that raises obstore's errors as ``OSError``."""
     try:
         yield
     except NotFoundError as error:

@@ -1,4 +1,4 @@
-"""Redis and Valkey: each object is a string."""
+"""Backend in Redis or Valkey: each object is a string."""
 
 import errno
 import time
@@ -12,13 +12,13 @@ from kvloom.store.backends import Stored
 
 _PREFIX: Final = "kvloom:"
 _USED: Final = "kvloom-used"
-"""A sorted set of names by when they were used: Redis' own idle time begins anew when a length is asked."""
+"""Key of a sorted set of names by last use: asking for a length resets Redis' own idle time."""
 _AT_ONCE: Final = 200
-"""Names that one request asks for: their answers are parsed within a millisecond."""
+"""Number of names of one request: the answers are parsed within a millisecond."""
 
 
 class Redis:
-    """A ``Backend`` in one database, under keys that begin with ``kvloom:``.
+    """``Backend`` in one database, under keys that begin with ``kvloom:``.
 
     Args:
         url: ``redis://user:password@host:port/database``, or ``rediss`` for TLS.
@@ -92,19 +92,19 @@ class Redis:
                     for name in names:
                         calls.strlen(_PREFIX.encode() + name)
                         calls.zscore(_USED, name)
-                    answers = calls.execute(raise_on_error=False)  # a key of another type is somebody else's
+                    answers = calls.execute(raise_on_error=False)  # a key of another type is not ours
                 for name, size, used in zip(names, answers[::2], answers[1::2], strict=True):
                     is_string = isinstance(size, int) and not isinstance(used, redis.RedisError)
-                    if is_string and (size or used is not None):  # not gone since
+                    if is_string and (size or used is not None):  # not removed since
                         yield Stored(name.decode("utf-8", "replace"), size, used or 0.0)
 
     def version(self, prefix: str) -> float | None:
-        """Redis does not say when something was removed."""
+        """``None``: Redis does not record removals."""
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Redis' errors as the system's."""
+    """Context that raises Redis' errors as ``OSError``."""
     try:
         yield
     except redis.exceptions.OutOfMemoryError as error:
