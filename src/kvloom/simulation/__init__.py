@@ -1,1 +1,1 @@
-"""What-if: traces of requests, replayed through caches of any capacity and policy. Imports no torch."""
+"""Simulation: traces of requests, replayed through caches of any capacity and policy. Imports no torch."""

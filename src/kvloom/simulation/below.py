@@ -1,20 +1,20 @@
-"""A store below a replayed pool: pages, and recurrent states behind some texts, in one budget."""
+"""Store below a replayed pool: pages, and recurrent states of some texts, in one budget."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TypeAlias
 
 Item: TypeAlias = tuple[int, bool]
-"""The last page of a text, whose id stands for all of the text; and whether its states are meant."""
+"""Id of the last page of a text, which identifies the text; and whether the item is its states."""
 
 
 class Below:
-    """What a store has; what nobody wrote or read for longest is evicted first.
+    """Contents of a store, with LRU eviction by writes and reads.
 
     Args:
-        capacity: Tokens.
+        capacity: Number of tokens.
         page_size: Tokens in a page.
-        state_tokens: Tokens that take as many bytes as the states behind one text.
+        state_tokens: Number of tokens with as many bytes as the states of one text.
     """
 
     def __init__(self, capacity: int, page_size: int, state_tokens: int) -> None:
@@ -23,11 +23,11 @@ class Below:
         self._items: OrderedDict[Item, None] = OrderedDict()
 
     def has(self, item: Item) -> bool:
-        """Whether it is there."""
+        """Whether the store has an item."""
         return item in self._items
 
     def write(self, items: Iterable[Item]) -> None:
-        """Keep those that are not there, the ones of most use last."""
+        """Write missing items, the most useful last."""
         for item in items:
             if item not in self._items:
                 self._items[item] = None
@@ -37,6 +37,6 @@ class Below:
             self._room += self._sizes[is_state]
 
     def read(self, items: Iterable[Item]) -> None:
-        """Note that those that are there are used, the ones of most use last."""
+        """Record the use of items that the store has, the most useful last."""
         for item in items:
             self._items.move_to_end(item)

@@ -1,4 +1,4 @@
-"""Hit rates as a picture: a curve for each policy, over capacities on a logarithmic scale."""
+"""Chart of hit rates: a curve for each policy, over capacities on a logarithmic scale."""
 
 from math import ceil
 from typing import Final
@@ -11,11 +11,11 @@ _LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 50, 12, 520, 300, 120  # pixels
 
 
 def chart(results: dict[str, dict[int, Hits]]) -> str:
-    """An SVG of block hit rates, of each policy by capacity in tokens."""
+    """SVG of block hit rates of each policy, by capacity in tokens."""
     capacities = sorted({capacity for hits in results.values() for capacity in hits})
     found = max(x.block_rate for hits in results.values() for x in hits.values())
     most = max(1, ceil(20 * found)) / 20
-    beside = 2 if len(capacities) == 1 else 1  # a single one is in the middle
+    beside = 2 if len(capacities) == 1 else 1  # a single capacity is in the middle
     low, high = capacities[0] / beside, capacities[-1] * beside
     across = Axis(low, high, _LEFT, _LEFT + _WIDTH, is_logarithmic=True)
     up = Axis(0, most, _TOP + _HEIGHT, _TOP)
@@ -26,7 +26,7 @@ def chart(results: dict[str, dict[int, Hits]]) -> str:
         picture.text(_LEFT - 6, up.at(rate) + 4, f"{100 * rate:.0f} %", "end")
     last = -100.0
     for capacity in capacities:
-        if (x := across.at(capacity)) - last >= 45:  # beside each other, not over each other
+        if (x := across.at(capacity)) - last >= 45:  # labels do not overlap
             picture.text(x, up.start + 18, spell(capacity), "middle")
             last = x
     picture.text(_LEFT + _WIDTH / 2, up.start + 36, "tokens of cache", "middle")
@@ -45,7 +45,7 @@ def chart(results: dict[str, dict[int, Hits]]) -> str:
 
 
 def spell(capacity: int) -> str:
-    """Tokens as they are given: ``3M``, ``500k``, ``1234``."""
+    """Format a number of tokens: ``3M``, ``500k``, ``1234``."""
     for letter, size in (("M", 10**6), ("k", 10**3)):
         if capacity % (size // 10) == 0 and capacity >= size:
             return f"{capacity / size:g}{letter}"

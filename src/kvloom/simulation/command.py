@@ -1,4 +1,4 @@
-"""``kvloom simulate``: what another capacity or policy would have found."""
+"""``kvloom simulate``: hit rates with other capacities and policies."""
 
 import argparse
 import json
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from kvloom.simulation.trace import Request
 
 Results: TypeAlias = "dict[Cache, dict[int, Hits]]"
-"""By what holds pages, then by its capacity."""
+"""Hits by cache, then by capacity."""
 States: TypeAlias = int | Literal["all"] | None
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 class Cache(NamedTuple):
-    """What the requests are replayed through, at every capacity.
+    """Cache to replay the requests through, at every capacity.
 
     Attributes:
-        policy: By which pages are evicted.
-        below: Tokens of the store below.
-        states: Texts behind which recurrent states are kept; ``None`` for a model without.
+        policy: Eviction policy of pages.
+        below: Capacity of the store below, in tokens.
+        states: Number of texts whose recurrent states are kept; ``None`` for a model without states.
     """
 
     policy: str
@@ -35,7 +35,7 @@ class Cache(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As rows and curves are named."""
+        """Name in rows and curves."""
         from kvloom.simulation.chart import spell
 
         name = f"{self.policy} + {spell(self.below)}" if self.below else self.policy
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     caches = [
         Cache(policy, below, states) for policy in policies for below in stores for states in _states(args)
     ]
-    for cache in caches:  # before work that takes seconds
+    for cache in caches:  # refuse bad arguments before work that takes seconds
         _replay([], min(capacities), cache, args)
     requests = list(read_trace(args.trace))
     results: Results = {
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _states(args: argparse.Namespace) -> list[States]:
-    """Texts behind which states are kept, all of them last; ``None`` alone if nobody asks for states."""
+    """Numbers of texts whose states are kept, unlimited last; ``None`` alone if states are not simulated."""
     if args.states is None:
         for name in ("state_interval", "state_tokens"):
             if (given := getattr(args, name)) is not None:
@@ -198,7 +198,7 @@ def _print(results: Results, page_size: int) -> None:
     unit = "blocks" if page_size == BLOCK_TOKENS else f"pages of {page_size}"
     hits, console = next(iter(first.values())), Console()
     longest = max(len(cache.name) for cache in results)
-    console.width = max(console.width, 4 + longest + 24 * len(first))  # a number that is cut says nothing
+    console.width = max(console.width, 4 + longest + 24 * len(first))  # numbers must not be cut
     console.print(
         f"{hits.blocks_asked:,} {unit} and {hits.tokens_asked:,} tokens of prompts; found, in % of the "
         f"{unit} / of the tokens, + what is found below:"

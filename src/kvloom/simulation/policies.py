@@ -1,4 +1,4 @@
-"""General caches, of blocks that know nothing of each other: what pool and tree are compared with."""
+"""General cache policies for independent blocks, to compare pool and tree with."""
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
@@ -10,30 +10,30 @@ from typing import Final, TypeAlias
 from kvloom.simulation.trace import Request
 
 Blocks: TypeAlias = "OrderedDict[int, None]"
-"""A queue from which any block can be taken; first comes the one that came first."""
+"""Queue from which any block can be removed, in order of insertion."""
 
 
 class Policy(ABC):
-    """A cache of so many blocks, which decides by itself which of them it evicts."""
+    """Cache of a fixed number of blocks, with its own order of eviction."""
 
     @abstractmethod
     def __contains__(self, block: object) -> bool:
-        """Whether a block is there."""
+        """Whether a block is cached."""
 
     @abstractmethod
     def _use(self, block: int) -> None: ...
 
     def use(self, blocks: Iterable[int]) -> None:
-        """Read the blocks that are there, and put the others there, one after the other."""
+        """Use blocks one after the other: read cached ones, insert the others."""
         for block in blocks:
             self._use(block)
 
 
 class Fifo(Policy):
-    """Evicts the block that came first.
+    """First in, first out: evicts the block that was inserted first.
 
     Args:
-        capacity: Blocks.
+        capacity: Number of blocks.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,18 +51,18 @@ class Fifo(Policy):
 
 
 class Ranked(Policy):
-    """Evicts the block of the smallest rank, be it one that was just used.
+    """Evicts the block with the smallest rank, even if it was just used.
 
     Args:
-        capacity: Blocks.
-        rank: Of a block that is used, and the number of that use of any block, from 0.
+        capacity: Number of blocks.
+        rank: Function of a block that is used and the number of this use, counted from 0 over all blocks.
     """
 
     def __init__(self, capacity: int, rank: Callable[[int, int], tuple[float, int]]) -> None:
         self._capacity = capacity
         self._rank = rank
         self._ranks: dict[int, tuple[float, int]] = {}
-        self._heap: list[tuple[tuple[float, int], int]] = []  # with ranks that blocks have no more
+        self._heap: list[tuple[tuple[float, int], int]] = []  # with outdated ranks
         self._num_uses = 0
 
     def __contains__(self, block: object) -> bool:
@@ -74,7 +74,7 @@ class Ranked(Policy):
         heappush(self._heap, (rank, block))
 
     def use(self, blocks: Iterable[int]) -> None:
-        """The same as ``Policy.use``; blocks are evicted once all of the request's have been used."""
+        """As ``Policy.use``; evicts after all blocks of the request have been used."""
         super().use(blocks)
         while len(self._ranks) > self._capacity:
             rank, last = heappop(self._heap)
@@ -83,7 +83,7 @@ class Ranked(Policy):
 
 
 def lfu(capacity: int) -> Ranked:
-    """Evicts the block that was used least often; of several, the one that was not used for longest."""
+    """Least frequently used; of several, the least recently used."""
     counts: Counter[int] = Counter()
 
     def rank(block: int, number: int) -> tuple[float, int]:
@@ -94,7 +94,7 @@ def lfu(capacity: int) -> Ranked:
 
 
 def optimum(capacity: int, requests: Iterable[Request]) -> Ranked:
-    """Evicts the block whose next use is farthest (Belady 1966), which takes knowing the requests to come."""
+    """Optimum (Belady 1966): evicts the block whose next use is farthest, given all requests."""
     later: dict[int, list[int]] = {}
     for number, request in enumerate(requests):
         for block in request.hash_ids:
@@ -114,7 +114,7 @@ class Slru(Policy):
     """Segmented LRU: blocks that were used again are protected from those that were not (Karedla 1994).
 
     Args:
-        capacity: Blocks, of which four fifths may be protected.
+        capacity: Number of blocks, of which four fifths may be protected.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -142,24 +142,24 @@ class Slru(Policy):
 
     @property
     def next(self) -> int:
-        """The block to evict next."""
+        """Block to evict next."""
         return next(iter(self._new or self._protected))
 
     def evict(self) -> int:
-        """Evict it, and return it."""
+        """Evict a block, and return it."""
         return (self._new or self._protected).popitem(last=False)[0]
 
 
 class Arc(Policy):
-    """Adaptive replacement: as many blocks used once as those that it just evicted ask for (Megiddo 2003).
+    """Adaptive replacement cache (Megiddo 2003): adapts the share of blocks that were used once.
 
     Args:
-        capacity: Blocks.
+        capacity: Number of blocks.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._target = 0.0  # of blocks used once
+        self._target = 0.0  # number of blocks used once
         self._once: Blocks = OrderedDict()
         self._often: Blocks = OrderedDict()
         self._once_gone: Blocks = OrderedDict()
@@ -211,10 +211,10 @@ class Arc(Policy):
 
 
 class S3Fifo(Policy):
-    """Three queues: new blocks pass a small one first, and stay if they were used again (Yang 2023).
+    """S3-FIFO (Yang 2023): new blocks pass a small queue, and stay only if they were used again.
 
     Args:
-        capacity: Blocks, of which a tenth are new ones.
+        capacity: Number of blocks, of which a tenth are new ones.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -223,7 +223,7 @@ class S3Fifo(Policy):
         self._small: Blocks = OrderedDict()
         self._main: Blocks = OrderedDict()
         self._gone: Blocks = OrderedDict()
-        self._counts: dict[int, int] = {}  # uses since a block came, at most 3
+        self._counts: dict[int, int] = {}  # uses of a block since its insertion, at most 3
 
     def __contains__(self, block: object) -> bool:
         return block in self._counts
@@ -261,12 +261,12 @@ class S3Fifo(Policy):
 
 
 class WTinyLfu(Policy):
-    """A small LRU before a segmented one, which a block enters if it is used more often than who goes for it.
+    """W-TinyLFU (Einziger 2017): a small LRU, then a segmented one, entered by replacing a less used block.
 
-    Einziger 2017. Uses are counted exactly, and halved after ten times as many as there are blocks.
+    Uses are counted exactly, and halved after ten times the number of blocks.
 
     Args:
-        capacity: Blocks, of which a hundredth are in the LRU.
+        capacity: Number of blocks, of which a hundredth are in the small LRU.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -313,4 +313,4 @@ GENERAL: Final[dict[str, Callable[[int], Policy]]] = {
     "s3-fifo": S3Fifo,
     "w-tinylfu": WTinyLfu,
 }
-"""By name, those that need to know no more than a capacity in blocks."""
+"""Policies that need only a capacity in blocks, by name."""

@@ -1,4 +1,4 @@
-"""Requests replayed through a cache: how much of what they ask for is there."""
+"""Replay of requests through a cache, which counts hits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from kvloom.simulation.policies import GENERAL, Policy, optimum
 from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
 
 POLICIES: Final = (*paging.POLICIES, *GENERAL, "opt")
-"""``"lru"`` and ``"ours"`` are what serves; the others know blocks, and nothing of what is between them."""
+"""Names of policies: ``"lru"`` and ``"ours"`` are those of ``PagePool``; others see independent blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Hits of a replay. A block, or page, counts as found where all before it are found.
+    """Hits of a replay. A block, or page, counts as found if all before it are found.
 
     Attributes:
-        blocks: Blocks found, or pages, where these have another size.
-        tokens: Tokens found.
-        blocks_asked: Blocks, or pages, of all prompts.
-        tokens_asked: Tokens of all prompts.
-        blocks_below: Blocks that were not found, but below.
-        tokens_below: Tokens of these.
-        states_kept: Texts behind which recurrent states are there at the end; 0 of other models.
-        states_evicted: Texts whose states were evicted.
+        blocks: Number of blocks found, or of pages if these have another size.
+        tokens: Number of tokens found.
+        blocks_asked: Number of blocks, or pages, of all prompts.
+        tokens_asked: Number of tokens of all prompts.
+        blocks_below: Number of blocks found only in the store below.
+        tokens_below: Number of tokens of these.
+        states_kept: Number of texts with recurrent states at the end; 0 for models without.
+        states_evicted: Number of texts whose states were evicted.
     """
 
     blocks: int
@@ -40,12 +40,12 @@ class Hits:
 
     @property
     def block_rate(self) -> float:
-        """Blocks found, below or not, of those asked for."""
+        """Share of the blocks asked for that were found, below or not."""
         return (self.blocks + self.blocks_below) / max(self.blocks_asked, 1)
 
     @property
     def token_rate(self) -> float:
-        """Tokens found, below or not, of those asked for."""
+        """Share of the tokens asked for that were found, below or not."""
         return (self.tokens + self.tokens_below) / max(self.tokens_asked, 1)
 
 
@@ -57,18 +57,18 @@ def replay(
     page_size: int = BLOCK_TOKENS,
     below: int = 0,
 ) -> Hits:
-    """Let one request after the other find, compute and leave its blocks, each in one page.
+    """Replay requests one after the other: each finds, computes and leaves its blocks, one in a page.
 
-    Requests come in order, one ends before the next begins, and of each its first blocks are used last. Of a
-    prompt of more blocks than there are pages, the pool keeps the first ones.
+    Each request ends before the next begins, and uses its first blocks last. If a prompt has more blocks than
+    there are pages, the pool keeps the first ones.
 
     Args:
-        requests: In order; their times do not matter.
-        capacity: Tokens.
+        requests: Requests in order; their times are ignored.
+        capacity: Number of tokens.
         policy: One of ``POLICIES``.
         page_size: Tokens in a page; see ``paged``.
-        below: Tokens of a store below, which has what every request left and evicts what is unused for
-            longest. What it has of a prompt after what the cache has is found below.
+        below: Capacity, in tokens, of a store below that gets the blocks of every request and evicts by LRU.
+            Blocks of a prompt that it has after those in the cache are found below.
 
     Raises:
         ArgumentError: there is no such policy, no room for a page, or no such page.
@@ -100,7 +100,7 @@ def replay(
 
 
 def _found(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
-    """Blocks that each request finds."""
+    """Number of blocks that each request finds."""
     if policy in paging.POLICIES:
         return _through_the_pool(requests, num_pages, policy)
     return _through(requests, optimum(num_pages, requests) if policy == "opt" else GENERAL[policy](num_pages))
@@ -108,7 +108,7 @@ def _found(requests: Sequence[Request], num_pages: int, policy: str) -> list[int
 
 def _through_the_pool(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
     pool = PagePool(num_pages, policy)
-    tree = PrefixTree(pool, page_size=1)  # the id of a block stands for its tokens
+    tree = PrefixTree(pool, page_size=1)  # block ids are used as tokens
     counts = []
     for request in requests:
         blocks = request.hash_ids[:num_pages]

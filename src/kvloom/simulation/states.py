@@ -1,8 +1,8 @@
-"""Requests replayed through a pool of a model with recurrent states: found where states and all pages are.
+"""Replay of requests through a pool of a model with recurrent states: hits need states and all pages.
 
-The pools and trees are those that serve, and a store may lie below them. Which states a text leaves is the
-rule of ``KVPool``: behind its last whole piece, a piece earlier if the text ends there, and where it parts
-from a known one.
+Pools and trees are those of ``KVPool``, with an optional store below. So is the rule for states: a text
+leaves those after its last whole piece, or a piece earlier if the text ends there, and where it diverges from
+a known text.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvloom.simulation.below import Below
 from kvloom.simulation.replay import Hits
 from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
 
-_MOST: Final = 3  # texts behind which one request leaves states
+_MOST: Final = 3  # maximum number of texts whose states one request leaves
 
 
 def replay_states(
@@ -30,23 +30,24 @@ def replay_states(
     below: int = 0,
     state_tokens: int | None = None,
 ) -> Hits:
-    """Let one request after the other find, compute and leave its pages and states, as in a ``KVPool``.
+    """Replay requests in order: each finds, computes and leaves pages and states, as in ``KVPool``.
 
-    Only full pages count, and the last token of a prompt is always computed. Of a prompt that is larger than
-    the capacity, the pool keeps the beginning.
+    Only full pages count, and the last token of a prompt is always computed. If a prompt exceeds the
+    capacity, the pool keeps its beginning.
 
     Args:
-        requests: In order; their times do not matter.
-        capacity: Tokens, as ``max_tokens`` of the pool.
+        requests: Requests in order; their times are ignored.
+        capacity: Number of tokens, as ``max_tokens`` of the pool.
         policy: ``"lru"`` or ``"ours"``.
         page_size: Tokens in a page; see ``paged``.
-        max_states: Texts behind which states are kept, which is ``max_state_bytes`` of the pool by the bytes
-            behind one text that ``kvloom plan`` says; ``None`` for as many as there are.
-        state_interval: Tokens of the grid, a multiple of ``page_size``; ``None`` for 256, or the next one.
-        below: Tokens of a store below, which has what every request left, pages and states, and evicts what
-            was neither written nor read for longest; 0 for none.
-        state_tokens: Tokens that take as many bytes of this store as the states behind one text, as
-            ``kvloom plan`` says; ``None`` only where there is no store.
+        max_states: Number of texts whose states are kept: ``max_state_bytes`` of the pool divided by the
+            bytes of one text's states, which ``kvloom plan`` prints; ``None`` for no limit.
+        state_interval: Interval of the grid in tokens, a multiple of ``page_size``; by default 256, rounded
+            up to one.
+        below: Capacity, in tokens, of a store below that gets pages and states of every request and evicts by
+            LRU; 0 for none.
+        state_tokens: Number of tokens with as many bytes in this store as the states of one text, which
+            ``kvloom plan`` prints; ``None`` only without a store.
 
     Raises:
         ArgumentError: an argument is none of these, or there is no room for a page or for states.
@@ -85,19 +86,19 @@ def replay_states(
 
 
 class StatefulPool:
-    """Pages of keys and values, and states behind some of the texts in them; one request after the other.
+    """Pool of pages of keys and values, and of states of some texts; for one request after the other.
 
     Args:
-        num_pages: Pages of keys and values.
-        num_states: Texts behind which there are states.
+        num_pages: Number of pages of keys and values.
+        num_states: Maximum number of texts with states.
         page_size: Tokens in a page.
-        interval: Tokens of the grid, a multiple of the page size.
-        policy: Of the pages of keys and values; states go by ``"lru"``.
-        below: A store, if there is one.
+        interval: Interval of the grid in tokens, a multiple of the page size.
+        policy: Eviction policy of the pages; that of states is ``"lru"``.
+        below: Store below; ``None`` for none.
 
     Attributes:
-        num_written: Texts behind which states were kept, be they there or not.
-        num_read: Pages that were found because the store had them or states behind them.
+        num_written: Number of texts whose states were kept, evicted ones included.
+        num_read: Number of pages that were found because the store had them or states after them.
     """
 
     def __init__(
@@ -118,18 +119,18 @@ class StatefulPool:
 
     @property
     def num_kept(self) -> int:
-        """Texts behind which there are states."""
+        """Number of texts with states."""
         return self._states_tree.num_pages
 
     def ask(self, ids: Sequence[int], num_tokens: int) -> int:
         """Let a request find, compute and leave its pages and states.
 
         Args:
-            ids: Of its pages, the last one perhaps partly filled.
-            num_tokens: Of its prompt; of one that is larger than all pages, those that they hold.
+            ids: Ids of its pages, of which the last may be partly filled.
+            num_tokens: Number of tokens of its prompt, at most those that fit all pages.
 
         Returns:
-            Pages found. The last token of a prompt is always computed.
+            Number of pages found. The last token of a prompt is always computed.
         """
         size, step = self._page_size, self._step
         num_tokens = min(num_tokens, self._pages.num_pages * size)
@@ -137,7 +138,7 @@ class StatefulPool:
         found, held = self._begin(findable)
         parted = self._tree.num_parted(findable) // step * step
         num_pages = -(-num_tokens // size)
-        for start in range(found, num_pages, step):  # as the text is fed
+        for start in range(found, num_pages, step):  # in pieces, as the text is computed
             held += self._pages.take(min(step, num_pages - start))
         last = num_tokens // (size * step) * step
         ends = {parted, last}
@@ -152,7 +153,7 @@ class StatefulPool:
         return found
 
     def _begin(self, ids: Sequence[int]) -> tuple[int, list[PageRef]]:
-        """The pages of the longest prefix whose pages and states are there, or below; held by the caller."""
+        """Pages of the longest prefix whose pages and states are found, here or below; held by the caller."""
         found = self._num_whole(ids)
         held = self._tree.match(ids, num_pages=found)
         states = self._states_tree.match(ids, num_pages=found)
@@ -170,7 +171,7 @@ class StatefulPool:
         return found, held
 
     def _num_whole(self, ids: Sequence[int], below: Below | None = None) -> int:
-        """Pages of the longest prefix of which all pages are there, and states behind it; or ``below``."""
+        """Number of pages of the longest prefix with all pages and the states after it, here or ``below``."""
         there, states = self._tree.known(ids), self._states_tree.known(ids)
         if below is not None:
             there = [x or below.has((i, False)) for x, i in zip(there, ids, strict=True)]
@@ -179,7 +180,7 @@ class StatefulPool:
         return max((i for i, is_there in enumerate(states[:num_pages], 1) if is_there), default=0)
 
     def _read(self, ids: Sequence[int], below: Below) -> list[PageRef]:
-        """The pages of a text, read where they are not there, as many as there is room for; held."""
+        """Hold the pages of a text; read missing ones, as many as there is room for."""
         refs = _hold(self._pages, self._tree.pages_from(ids, "", 0))
         end = min(len(ids), len(refs) + self._pages.num_free + self._pages.num_evictable)
         if end == len(refs):
@@ -188,7 +189,7 @@ class StatefulPool:
         return self._tree.insert(ids[:end], refs + self._pages.take(end - len(refs)))
 
     def _read_states(self, ids: Sequence[int], below: Below) -> list[PageRef]:
-        """The states behind a text, which are read if they are not there; held."""
+        """Hold the states after a text; read them if they are missing."""
         first = max(len(ids) - 1, 0)
         refs = self._states_tree.pages_from(ids, "", first)
         has_room = self._states.num_free + self._states.num_evictable > 0
@@ -199,7 +200,7 @@ class StatefulPool:
         return self._states_tree.insert(ids, self._states.take(1), first=first)
 
     def _keep(self, ids: Sequence[int], refs: Sequence[PageRef], before: int, *, is_parted: bool) -> None:
-        """Let others find a text and the states behind it; it went on from those behind ``before`` pages."""
+        """Let others find a text and its states; it was continued from the states after ``before`` pages."""
         for ref in refs:
             self._pages.retain(ref)
         refs = self._tree.insert(ids, refs)
@@ -223,7 +224,7 @@ class StatefulPool:
 
 
 def _hold(pool: PagePool, needed: list[PageRef], held: Sequence[PageRef] = ()) -> list[PageRef]:
-    """``needed``, held once more, after which those of ``held`` are released, the last ones first."""
+    """Retain ``needed``, then release ``held``, the last ones first; returns ``needed``."""
     for ref in needed:
         pool.retain(ref)
     for ref in reversed(held):

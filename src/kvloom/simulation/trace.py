@@ -1,4 +1,4 @@
-"""Traces in Mooncake's format: which requests came when, and which blocks they have in common."""
+"""Traces of requests in Mooncake's format: times, lengths and shared blocks."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,18 @@ from typing import Final, NamedTuple
 from kvloom.errors import ArgumentError
 
 BLOCK_TOKENS: Final = 512
-"""Tokens that one id stands for."""
+"""Tokens of a block, which has one id."""
 
 
 class Request(NamedTuple):
-    """One request.
+    """Request of a trace.
 
     Attributes:
         timestamp: Milliseconds from the beginning.
-        input_length: Tokens of the prompt.
-        output_length: Tokens of the answer.
-        hash_ids: Of the blocks of the prompt, the last one partly filled; equal ids are equal blocks after
-            equal blocks.
+        input_length: Number of tokens of the prompt.
+        output_length: Number of tokens of the answer.
+        hash_ids: Ids of the blocks of the prompt, of which the last may be partly filled; equal ids mean
+            equal blocks after equal blocks.
     """
 
     timestamp: float
@@ -30,15 +30,15 @@ class Request(NamedTuple):
 
 
 def read_trace(path: Path, count: int | None = None) -> Iterator[Request]:
-    """The first ``count`` requests, or all.
+    """Read the first ``count`` requests, or all.
 
     Args:
         path: JSON lines with ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens,
             and ``hash_ids`` of the blocks of 512 tokens of the input.
-        count: Requests.
+        count: Number of requests; ``None`` for all.
 
-    Raises:
-        ArgumentError: the file cannot be read, or a line is none of a trace.
+        Raises:
+            ArgumentError: the file cannot be read, or a line is no request.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -49,15 +49,15 @@ def read_trace(path: Path, count: int | None = None) -> Iterator[Request]:
 
 
 def paged(requests: Sequence[Request], page_size: int) -> Sequence[Request]:
-    """The same prompts in pages of another size: ``hash_ids`` are those of the pages, the last partly filled.
+    """Convert prompts to pages of another size: ``hash_ids`` become those of pages, the last partly filled.
 
-    A page of several blocks has the id of the last of these, which stands for all tokens before, too. Pages
-    of a part of a block are told apart by the block and their place in it: what two blocks have in common at
-    their beginning, a trace does not say.
+    A page of several blocks has the id of the last block, which identifies all tokens before it, too. The id
+    of a page within a block comes from the block and the place: a trace does not have prefixes that two
+    blocks share.
 
     Args:
-        requests: In blocks.
-        page_size: Tokens, a multiple or a divisor of 512.
+        requests: Requests in blocks.
+        page_size: Number of tokens, a multiple or a divisor of 512.
 
     Raises:
         ArgumentError: it is neither.
@@ -79,7 +79,7 @@ def paged(requests: Sequence[Request], page_size: int) -> Sequence[Request]:
 
 
 def _last_of_each(blocks: list[int], step: int) -> list[int]:
-    """Every ``step``-th block, and the last one."""
+    """Every ``step``-th block, and the last block."""
     return blocks[step - 1 :: step] + (blocks[-1:] if len(blocks) % step else [])
 
 
