@@ -1,1 +1,1 @@
-"""Vectors, a runner and reports for everyone who implements these operators."""
+"""Conformance vectors, a runner and reports for implementations of these operators."""

@@ -1,4 +1,4 @@
-"""The cause of differences among known mistakes: the one that gives the same results."""
+"""Diagnosis: the known mistake that gives the same wrong results."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from kvloom.conform.vectors import Vector
 
 
 class Cause(NamedTuple):
-    """A mistake that gives what a target gave."""
+    """Mistake that gives the results of a target."""
 
     name: str
     text: str
@@ -22,13 +22,13 @@ class Cause(NamedTuple):
 def explain(
     operator: Operator, vector: Vector, got: Mapping[str, Tensor], names: frozenset[str] | None = None
 ) -> list[Cause]:
-    """Mistakes that give exactly what was given, other than what is right.
+    """Find mistakes that give exactly the wrong results of a target.
 
     Args:
-        operator: Of the vector.
+        operator: Operator of the vector.
         vector: A legal call.
         got: The wrong results.
-        names: Try these only; all if ``None``.
+        names: Names of the mistakes to try; all if ``None``.
     """
     found: dict[str, Cause] = {}
     for mistake in MISTAKES:
@@ -41,13 +41,13 @@ def explain(
 
 
 def decisive(failures: Sequence[Sequence[Cause]], passed: Sequence[Vector]) -> list[str]:
-    """The names of the mistakes that explain most failures, and more than half of them.
+    """Names of the mistakes that explain the most failures, and more than half of them.
 
-    Of several, those that are seen in the fewest of the vectors that passed.
+    Of several, those that would fail on the fewest of the vectors that passed.
 
     Args:
-        failures: The causes of each failure.
-        passed: Legal vectors.
+        failures: Causes of each failure.
+        passed: Legal vectors that passed.
     """
     counts: dict[str, int] = {}
     for causes in failures:
@@ -64,7 +64,7 @@ def decisive(failures: Sequence[Sequence[Cause]], passed: Sequence[Vector]) -> l
 
 
 def _is_seen(name: str, vector: Vector) -> bool:
-    """Whether a target that makes the mistake fails on the vector, in whichever way it makes it."""
+    """Whether a target with the mistake fails on the vector, in every variant of the mistake."""
     operator = OPERATORS[vector.dialect]
     ways = [_result_of(mistake, operator, vector) for mistake in MISTAKES if mistake.name == name]
     found = [wrong for wrong in ways if wrong is not None]
@@ -80,6 +80,6 @@ def _result_of(mistake: Mistake, operator: Operator, vector: Vector) -> Results 
     padding = {name: x for name, x in expected.items() if "@" in name}
     try:
         wrong = mistake.wrong(operator, operator.complete(vector.call), expected)
-    except Exception:  # this call cannot be made with this mistake
+    except Exception:  # the mistake does not apply to this call
         return None
     return None if wrong is None else {**wrong, **padding}

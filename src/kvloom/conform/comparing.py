@@ -1,4 +1,4 @@
-"""Results against what they must be: the first difference, with coordinates by the names of the axes."""
+"""Comparison of results with expected ones: the first difference, with coordinates by axis names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from kvloom.conform.vectors import Vector, describe_tensor
 
 _WORD: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TOLERANCE: Final = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of ``close`` and ``rounded``, times the largest of 1 and what is expected."""
+"""Tolerance of ``close`` and ``rounded``, relative to the larger of 1 and the expected values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first element that differs.
+    """First element that differs.
 
     Attributes:
-        result: Which result.
+        result: Name of the result.
         message: One sentence.
-        at: Its coordinates, (axis, index).
+        at: Coordinates of the element, (axis, index).
         got: Its value and bits.
-        expected: What they must be.
-        count: Elements that differ, of ``total``.
-        total: Elements of the result.
+        expected: Expected value and bits.
+        count: Number of elements that differ, of ``total``.
+        total: Number of elements of the result.
     """
 
     result: str
@@ -39,7 +39,7 @@ class Difference:
 
 
 def differing(expected: Tensor, got: Tensor, how: str, padding: Tensor | None = None) -> Tensor:
-    """Which elements differ, of tensors of one shape; those of ``padding`` may also be 0."""
+    """Mask of elements that differ, in tensors of one shape; those of ``padding`` may also be 0."""
     if how in ("bits", "padded"):
         wrong = words(expected) != words(got)
     elif how == "values":
@@ -52,12 +52,12 @@ def differing(expected: Tensor, got: Tensor, how: str, padding: Tensor | None = 
 
 
 def words(x: Tensor) -> Tensor:
-    """``x`` as integers of its width."""
+    """View of ``x`` as integers of its width."""
     return x.contiguous().view(_WORD[x.itemsize]) if x.dtype != torch.bool else x
 
 
 def nan(x: Tensor) -> Tensor:
-    """Which elements are NaN."""
+    """Mask of elements that are NaN."""
     return x.isnan() if x.is_floating_point() else torch.zeros_like(x, dtype=torch.bool)
 
 
@@ -76,7 +76,7 @@ def _fits(how: str, expected: Tensor, got: Tensor) -> bool:
 
 
 def first_difference(operator: Operator, vector: Vector, got: Mapping[str, Tensor]) -> Difference | None:
-    """The first difference of the results of a legal call; ``None`` if there is none."""
+    """First difference in the results of a legal call; ``None`` if there is none."""
     for name, expected in (vector.expected or {}).items():
         if "@" in name:
             continue
@@ -93,7 +93,7 @@ def first_difference(operator: Operator, vector: Vector, got: Mapping[str, Tenso
 
 
 def changed_argument(operator: Operator, vector: Vector, after: Mapping[str, Tensor]) -> Difference | None:
-    """An argument that the call must not have changed: any of a refused call, else those not updated."""
+    """First wrongly changed argument: any argument of a refused call, else one that is not updated."""
     from kvloom.conform.judging import named
 
     updated = operator.updated if vector.expected is not None else ()
@@ -111,7 +111,7 @@ def changed_argument(operator: Operator, vector: Vector, after: Mapping[str, Ten
 def _at_first(
     wrong: Tensor, name: str, message: str, axes: list[str], got: Tensor, expected: Tensor
 ) -> Difference:
-    """The first of the elements that are wrong."""
+    """Difference at the first of the wrong elements."""
     at = tuple(wrong.nonzero()[0].tolist())
     return Difference(
         name,
@@ -125,7 +125,7 @@ def _at_first(
 
 
 def shown(x: Tensor) -> str:
-    """A value and its bits."""
+    """Format a value and its bits."""
     bits = int(words(x.reshape(1)).item()) & ((1 << 8 * x.itemsize) - 1)
     return f"{x.item():.9g} (0x{bits:0{2 * x.itemsize}x})"
 

@@ -1,4 +1,4 @@
-"""Operators as data: arguments, dtypes, shapes in symbols, attributes, rules, and what a call violates."""
+"""Descriptions of operators as data: arguments, dtypes, symbolic shapes, rules; and checks of calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,34 +21,34 @@ COMPARED: Final = {
     "close": "within a tolerance",
     "rounded": "within a tolerance, in its dtype",
 }
-"""How a result is compared, and what that means."""
+"""Ways to compare a result, with descriptions."""
 Spoil = Callable[[Call, Draw], Call]
-"""What a call must have instead, to be one that must be refused."""
+"""Function that returns the changes that make a legal call one that must be refused."""
 
 _NAMES: Final = {
     f.__name__: f for f in (max, min, sum, all, any, len, zip, range, abs, int, sorted, set, enumerate)
 }
 _ABSENT: Final = (NameError, IndexError, TypeError, ValueError)
-"""What a rule raises that names something which a call does not have."""
+"""Exceptions of a rule that names something that a call does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of an operator.
+    """Argument of an operator.
 
     Attributes:
         name: As in the document.
-        shape: An axis each, ``"B S H D"``: a symbol, ``B+1``, a number, or ``_`` for any. Forms that are both
-            legal stand on both sides of ``|``. ``None`` for what is no tensor. A mapping gives the shape for
-            each value of the attribute ``shape_of``.
-        dtypes: Those that are legal; ``=name`` is the dtype of another argument.
+        shape: Axes, such as ``"B S H D"``: each a symbol, ``B+1``, a number, or ``_`` for any. Alternatives
+            are separated by ``|``. ``None`` if it is no tensor. A mapping has the shape for each value of the
+            attribute ``shape_of``.
+        dtypes: Legal dtypes; ``=name`` is the dtype of another argument.
         is_updated: Whether the operator writes it in place.
         is_optional: Whether it may be ``None`` or missing.
         is_list: Whether it is a list of such tensors.
-        is_input: Whether it is a number that the ONNX node has as an input.
-        default: Of an attribute; ``None`` if it must be given.
-        only: Values of an attribute, where few are legal.
-        low: Its least value.
+        is_input: Whether it is a number that is an input of the ONNX node.
+        default: Default of an attribute; ``None`` if it is required.
+        only: Legal values of an attribute, if they are few.
+        low: Smallest legal value.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``argument`` is wrong unless ``holds``, of symbols, attributes and values of index tensors."""
+    """Rule of an argument: ``holds``, an expression of symbols, attributes and index tensors, is true."""
 
     argument: str
     holds: str
@@ -79,21 +79,21 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator of one standard.
+    """Operator of a standard.
 
     Attributes:
-        name: The dialect, as ``kvloom conform --dialect`` takes it.
-        document: Who describes it, and where.
-        arguments: In the order of the document.
-        outputs: What it returns, in order: how it is compared (see ``how``) and its axes.
+        name: Name of the dialect, as for ``kvloom conform --dialect``.
+        document: Source of the description.
+        arguments: Arguments in the order of the document.
+        outputs: Outputs in order, each with its comparison (see ``how``) and its axes.
         rules: Constraints beyond shapes and dtypes.
-        oracle: Results of a legal call, which it leaves as it was.
-        draw: A legal call and what is special about it.
-        spoils: For an argument, changes that break a rule.
-        count: Vectors in the published set.
-        domain: Of its ONNX node, ``None`` where it is none.
+        oracle: Function that returns the results of a legal call, which it does not change.
+        draw: Function that draws a legal call, with a description.
+        spoils: Changes that break a rule, by argument.
+        count: Number of vectors in the published set.
+        domain: Domain of its ONNX node; ``None`` if it has none.
         node_inputs: Inputs of that node, ``""`` for those not used here; in the order of arguments if empty.
-        opset: Of its ONNX model.
+        opset: Opset of its ONNX model.
     """
 
     name: str
@@ -109,11 +109,11 @@ class Operator:
     node_inputs: tuple[str, ...] = ()
     opset: int = 24
     compared: Mapping[str, str] = field(default_factory=dict)
-    """How an updated argument is compared, ``bits`` if not said."""
+    """Comparison of an updated argument; ``bits`` by default."""
 
     @property
     def node_type(self) -> str:
-        """The type of its ONNX node: the name in words of their own."""
+        """Type of its ONNX node: the name in camel case."""
         return "".join(word.title() for word in self.name.rpartition(".")[2].split("_"))
 
     @property
@@ -122,23 +122,23 @@ class Operator:
         return tuple(a.name for a in self.arguments if a.is_updated)
 
     def how(self, result: str) -> str:
-        """How ``result`` is compared: a key of ``COMPARED``."""
+        """Comparison of ``result``: a key of ``COMPARED``."""
         name = result.split(".")[0]
         return self.outputs[name].split()[0] if name in self.outputs else self.compared.get(name, "bits")
 
     @property
     def axes(self) -> dict[str, str]:
-        """The axes of each output."""
+        """Axes of each output."""
         return {name: text.partition(" ")[2] for name, text in self.outputs.items()}
 
     def complete(self, call: Call) -> Call:
-        """``call`` with the defaults of attributes that it leaves out."""
+        """``call`` with the defaults of omitted attributes."""
         defaults = {a.name: a.default for a in self.arguments if not a.is_tensor and a.default is not None}
         return {**defaults, **{name: x for name, x in call.items() if x is not None}}
 
 
 def problems(operator: Operator, call: Call) -> list[tuple[str, str]]:
-    """The problems of ``call``, as (argument, sentence)."""
+    """Problems of ``call``, as (argument, sentence)."""
     call = operator.complete(call)
     found, symbols = _argument_problems(operator, call)
     if found:
@@ -151,20 +151,20 @@ def problems(operator: Operator, call: Call) -> list[tuple[str, str]]:
 
 
 def result_shape(operator: Operator, result: str, call: Call) -> list[int] | None:
-    """The shape of an output, by its axes; ``None`` where the arguments do not say it."""
+    """Shape of an output, by its axes; ``None`` if the arguments do not determine it."""
     call = operator.complete(call)
     scope = _scope(operator, call, _argument_problems(operator, call)[1])
     forms = sorted((form.split() for form in operator.axes[result].split("|")), key=len, reverse=True)
     for form in forms:
         try:
-            return [int(eval(axis, scope)) for axis in form]  # our own text
+            return [int(eval(axis, scope)) for axis in form]  # text of this package
         except _ABSENT:
             continue
     return None
 
 
 def _argument_problems(operator: Operator, call: Call) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """The problems of single arguments, and the sizes that symbols stand for."""
+    """Problems of single arguments, and the sizes of symbols."""
     known = {a.name for a in operator.arguments}
     found = [(name, "is no argument of this operator") for name in call if name not in known]
     symbols: dict[str, int] = {}
@@ -182,7 +182,7 @@ def _argument_problems(operator: Operator, call: Call) -> tuple[list[tuple[str, 
 
 
 def _scope(operator: Operator, call: Call, symbols: dict[str, int]) -> dict[str, Any]:
-    """The names that rules and axes may use, with their values."""
+    """Names that rules and axes may use, with their values."""
     values = {
         name: x.tolist() if isinstance(x, Tensor) and not x.is_floating_point() and x.numel() < 4096 else x
         for name, x in call.items()
@@ -192,7 +192,7 @@ def _scope(operator: Operator, call: Call, symbols: dict[str, int]) -> dict[str,
 
 def _holds(text: str, scope: dict[str, Any]) -> bool:
     try:
-        return bool(eval(text, scope))  # our own text
+        return bool(eval(text, scope))  # text of this package
     except _ABSENT:
         return False
 
@@ -235,7 +235,7 @@ def _attribute_problems(argument: Argument, x: object) -> list[str]:
 
 
 def bad_calls(operator: Operator, call: Call, draw: Draw) -> list[tuple[str, str, Call]]:
-    """Calls like ``call`` that must be refused: what is wrong, the argument, and the call."""
+    """Calls like ``call`` that must be refused: description, argument and call of each."""
     tried: list[tuple[str, str, Call]] = []
     for argument in operator.arguments:
         x, name = call.get(argument.name), argument.name

@@ -1,4 +1,4 @@
-"""Random arguments from a seed: the same on every machine and with every version of torch."""
+"""Random arguments from a seed, the same on every machine and with every version of torch."""
 
 import math
 import random
@@ -13,17 +13,17 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Draw:
-    """Draws from Python's own generator, whose sequence never changes."""
+    """Random values from Python's own generator, whose sequence never changes."""
 
     def __init__(self, seed: str) -> None:
         self.random = random.Random(seed)
 
     def one(self, choices: Sequence[T]) -> T:
-        """One of ``choices``."""
+        """Choose one of ``choices``."""
         return self.random.choice(choices)
 
     def integer(self, low: int, high: int) -> int:
-        """A number from ``low`` to ``high``, both included."""
+        """Random integer from ``low`` to ``high``, both included."""
         return self.random.randint(low, high)
 
     def distinct(self, count: int, below: int) -> list[int]:
@@ -31,7 +31,7 @@ class Draw:
         return self.random.sample(range(below), count)
 
     def poison(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Any bytes: NaN, infinities and subnormal numbers among them."""
+        """Random bytes: NaN, infinities and subnormal numbers among them."""
         count = math.prod(shape) * dtype.itemsize
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -65,12 +65,12 @@ class Draw:
         return torch.tensor(values, dtype=torch.float64).to(dtype).reshape(tuple(shape))
 
     def between(self, low: float, high: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Numbers from ``low`` to ``high`` with as many bits as ``dtype`` has."""
+        """Numbers from ``low`` to ``high`` in the full precision of ``dtype``."""
         values = [self.random.uniform(low, high) for _ in range(math.prod(shape))]
         return torch.tensor(values, dtype=torch.float64).to(dtype).reshape(tuple(shape))
 
     def ties(self, shape: Sequence[int], dtype: torch.dtype, group: int, bits: int) -> Tensor:
-        """Groups along the last axis whose quotients end in exactly one half."""
+        """Groups along the last axis whose quotients end in exactly 0.5."""
         qmax = 2 ** (bits - 1) - 1
         values: list[float] = []
         for _ in range(math.prod(shape) // group):
@@ -81,7 +81,7 @@ class Draw:
         return torch.tensor(values, dtype=torch.float64).to(dtype).reshape(tuple(shape))
 
     def strided(self, x: Tensor) -> Tensor:
-        """The same elements at an offset and with gaps, among poison."""
+        """Copy of ``x`` at an offset and with gaps, in memory filled with poison."""
         if x.ndim == 0 or x.numel() == 0:
             return x
         wide = self.poison((x.shape[0] * 2 + 1, *(n + 2 for n in x.shape[1:])), x.dtype)
@@ -92,7 +92,7 @@ class Draw:
 
 
 def edge_values(dtype: torch.dtype) -> Tensor:
-    """0, -0, the smallest subnormal, the largest number, NaN and infinities, each sign where there is one."""
+    """0, -0, the smallest subnormal, the largest number, NaN and infinities, with both signs."""
     info = torch.finfo(dtype)
     values = [0.0, -0.0, info.max, info.min, info.tiny]
     if info.dtype != "float8_e4m3fn":
@@ -102,7 +102,7 @@ def edge_values(dtype: torch.dtype) -> Tensor:
 
 
 def ints(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of integers, also of nested ones."""
+    """Tensor of integers, from flat or nested lists."""
     return torch.tensor(values, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run as one page of HTML that needs nothing else."""
+"""Report of a run as one self-contained page of HTML."""
 
 from html import escape
 from pathlib import Path
@@ -11,7 +11,7 @@ _STYLE = Path(__file__).with_suffix(".css")
 
 
 def as_html(report: Report) -> str:
-    """The report as a page."""
+    """HTML page of a report."""
     verdict = "passed" if report.passed else "failed" if report.failures else "skipped"
     word = {"passed": "conforms", "failed": "differs", "skipped": "nothing ran"}[verdict]
     tiles = "".join(

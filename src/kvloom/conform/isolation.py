@@ -1,4 +1,4 @@
-"""A target in a process of its own: a crash or an endless call ends that process, and not the run."""
+"""Target in its own process: a crash or an endless call ends that process, not the run."""
 
 import multiprocessing
 import pickle
@@ -15,25 +15,25 @@ from kvloom.conform.vectors import Vector
 from kvloom.errors import ArgumentError
 
 _START: Final = 120.0
-"""Seconds more that a process may take, to import torch and open its target."""
+"""Additional seconds for a process to import torch and open its target."""
 _SAID: Final = {kind.__name__: kind for kind in (ArgumentError, NoAnswer, Refused, Unsupported)}
-"""What a target raises, by name."""
+"""Exceptions of a target, by name."""
 
 
 @contextmanager
 def isolated(text: str, timeout: float = TIMEOUT) -> Iterator[Target]:
-    """The target that ``text`` names, in a process of its own; another one is started where that ends.
+    """Context with a target in its own process, which is started again if it ends.
 
     Args:
-        text: As ``open_target`` takes it. A Python callable is imported by the process.
-        timeout: Seconds that one vector may take.
+        text: Name of the target, as for ``open_target``. A Python callable is imported by the process.
+        timeout: Maximum seconds for one vector.
 
     Raises:
         ArgumentError: it cannot be opened there, or ``timeout`` is not positive.
     """
     if not timeout > 0:
         raise ArgumentError(f"--timeout must be more than 0 seconds, got {timeout:g}")
-    if text.startswith("command:"):  # whose calls are processes already
+    if text.startswith("command:"):  # its calls are processes already
         yield open_target(text, timeout)
         return
     worker = _Worker(text, timeout)
@@ -45,7 +45,7 @@ def isolated(text: str, timeout: float = TIMEOUT) -> Iterator[Target]:
 
 
 class _Worker:
-    """Sends calls to the process and takes what it answers."""
+    """Sends calls to the process and receives answers."""
 
     def __init__(self, text: str, timeout: float) -> None:
         self._text, self._timeout = text, timeout
@@ -68,7 +68,7 @@ class _Worker:
             raise ArgumentError(problem)
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even in a call."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -76,7 +76,7 @@ class _Worker:
             self._process = None
 
     def __call__(self, operator: Operator, vector: Vector, call: Call) -> Results:
-        """One call there; ``call`` gets its arguments as they are afterwards."""
+        """Make one call in the process; ``call`` gets the arguments after it."""
         if self._process is None:
             try:
                 self.start()
@@ -106,7 +106,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, text: str) -> None:
-    """The process: opens the target, then answers calls until the pipe is closed."""
+    """Main function of the process: open the target, then answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends it
     try:
         target = open_target(text)

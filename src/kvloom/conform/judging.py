@@ -1,4 +1,4 @@
-"""Expected results of a legal call, by name, from the oracles; the call is left as it was."""
+"""Expected results of a legal call, by name, from the oracles; the call does not change."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def _copied(x: Any) -> Any:
 
 
 def in_place(function: Callable[..., object], *updated: str) -> Callable[[Call], Results]:
-    """The oracle of an operator that updates arguments and returns nothing."""
+    """Oracle of an operator that updates arguments and returns nothing."""
 
     def judge(call: Call) -> Results:
         mine = copied(call)
@@ -34,12 +34,12 @@ def in_place(function: Callable[..., object], *updated: str) -> Callable[[Call],
 
 
 def returning(function: Callable[..., Results]) -> Callable[[Call], Results]:
-    """The oracle of an operator that returns its results."""
+    """Oracle of an operator that returns its results."""
     return lambda call: function(**copied(call))
 
 
 def named(results: dict[str, Any]) -> Results:
-    """``results`` with lists taken apart: ``keys.0``, ``keys.1`` and so on."""
+    """``results`` with lists flattened: ``keys.0``, ``keys.1`` and so on."""
     found: Results = {}
     for name, x in results.items():
         if isinstance(x, list):
@@ -76,7 +76,7 @@ def _some(results: dict[str, Tensor | None]) -> Results:
 
 
 def scattered(call: Call) -> Results:
-    """ScatterPaKvCache; Nct reads the memory behind its tensors, so these are not copied."""
+    """ScatterPaKvCache; tensors are not copied, since Nct reads memory outside them."""
     mine: Call = {"value": None, "value_cache": None, **call}
     written: Results = {
         name: mine[name].clone() for name in ("key_cache", "value_cache") if mine[name] is not None

@@ -1,4 +1,4 @@
-"""ONNX models, ONNX Runtime with or without a library of custom operators, and ``onnx.reference``."""
+"""Targets of ONNX: models, ONNX Runtime with or without custom operators, and ``onnx.reference``."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -26,12 +26,12 @@ _TYPES: Final = {
     torch.int64: TensorProto.INT64,
 }
 _UPDATED: Final = "_updated"
-"""Behind the name of what a node updates, since no output may have the name of an input."""
+"""Suffix of the name of an updated argument, since no output may have the name of an input."""
 _IR: Final = 11
 
 
 def tensors_of(operator: Operator, call: Call) -> dict[str, Tensor]:
-    """The inputs of the node: tensors, and numbers that the document has as inputs."""
+    """Inputs of the node: tensors, and numbers that are inputs in the document."""
     found = {}
     for argument in operator.arguments:
         x = call.get(argument.name)
@@ -48,7 +48,7 @@ def tensors_of(operator: Operator, call: Call) -> dict[str, Tensor]:
 
 
 def attributes_of(operator: Operator, call: Call) -> Call:
-    """The attributes of the node."""
+    """Attributes of the node."""
     inputs = {a.name for a in operator.arguments if a.is_tensor or a.is_input}
     return {
         name: int(x) if isinstance(x, bool) else x
@@ -58,7 +58,7 @@ def attributes_of(operator: Operator, call: Call) -> Call:
 
 
 def model_of(operator: Operator, vector: Vector, call: Call) -> Any:
-    """A model of one node with the attributes and dtypes of ``call``."""
+    """Model of one node with the attributes and dtypes of ``call``."""
     if operator.domain is None:
         raise Unsupported(f"{operator.name} is no ONNX operator")
     feeds = tensors_of(operator, call)
@@ -153,7 +153,7 @@ class OnnxReference:
 
 
 class OnnxModel:
-    """A model whose inputs and outputs are named as arguments and results, with one node of the operator."""
+    """Model file whose inputs and outputs have the names of arguments and results, with one node."""
 
     def __init__(self, path: Path) -> None:
         import onnxruntime

@@ -1,4 +1,4 @@
-"""Implementations that run here, as targets for ``kvloom conform run``: kvloom's own, and its peers."""
+"""Targets for ``kvloom conform run``: kvloom's operators, and those of transformers."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ causal_conv_with_state = onnx.causal_conv_with_state
 
 
 def scatter_pa_kv_cache(**call: Any) -> None:
-    """All scenarios; keys only where there are no values."""
+    """kvloom's ScatterPaKvCache, all scenarios; keys only if there are no values."""
     given: dict[str, Any] = {"value": None, "value_cache": None, **call}
     ascend.scatter_pa_kv_cache(**given)
 
@@ -46,7 +46,7 @@ def _fused(spec: str, call: dict[str, Any]) -> Tensor:
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """vLLM's layout of pieces, by ``ops.store``."""
+    """vLLM's chunked layout, by ``ops.store``."""
     keys = CacheLayout(f"B H D/{key_cache.shape[-1]} S D%{key_cache.shape[-1]}")
     kv = KVView.split(keys, key_cache, value_cache, value_layout="B H D S")
     ops.store(key, value, slot_mapping, kv)
@@ -76,7 +76,7 @@ def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapp
 def cache_update(
     key_states: list[Tensor], value_states: list[Tensor], kind: str, max_length: int
 ) -> dict[str, list[Tensor]]:
-    """transformers' own layers."""
+    """Layers of transformers."""
     from transformers import cache_utils
 
     layer: Any = None
@@ -92,7 +92,7 @@ def cache_update(
 def kvloom_cache_update(
     key_states: list[Tensor], value_states: list[Tensor], kind: str, max_length: int
 ) -> dict[str, list[Tensor]]:
-    """kvloom's layers, which stand in for those of transformers."""
+    """kvloom's layers, which replace those of transformers."""
     from kvloom import caches
 
     layer: Any = None

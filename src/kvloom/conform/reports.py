@@ -13,13 +13,13 @@ from kvloom.conform.running import Outcome, Report
 from kvloom.conform.vectors import VERSION, describe_tensor
 
 _SHOWN = 5
-"""Failures in the terminal."""
+"""Maximum number of failures in the terminal."""
 _VALUES = 16
 
 
 @contextmanager
 def progress(dialect: str, total: int) -> Iterator[Callable[[Outcome], None]]:
-    """A bar in the terminal while vectors run, nothing where nobody sees it; gives what counts an outcome."""
+    """Context with a progress bar, only on a terminal; yields a function that counts an outcome."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -39,7 +39,7 @@ def progress(dialect: str, total: int) -> Iterator[Callable[[Outcome], None]]:
 
 
 def print_report(report: Report) -> None:
-    """The report in the terminal."""
+    """Print a report to the terminal."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -72,19 +72,19 @@ def print_report(report: Report) -> None:
 
 
 def summary(report: Report) -> str:
-    """``190 passed, 2 failed, 3 skipped``."""
+    """Counts of outcomes: ``190 passed, 2 failed, 3 skipped``."""
     counts = [(status, report.count(status)) for status in ("passed", "failed", "skipped")]
     return ", ".join(f"{count} {status}" for status, count in counts if count or status != "skipped")
 
 
 def counted(report: Report) -> str:
-    """``all 12 failures``, or ``10 of 12 failures``: those that the cause of the run explains."""
+    """Number of failures that the cause of the run explains: ``all 12 failures``, ``10 of 12 failures``."""
     total = len(report.failures)
     return f"all {total} failures" if report.explained == total else f"{report.explained} of {total} failures"
 
 
 def coordinates(outcome: Outcome) -> str:
-    """``cache[T = 3, L = 0, 2 = 1, H = 0, E = 5]``."""
+    """Coordinates of a difference: ``cache[T = 3, L = 0, 2 = 1, H = 0, E = 5]``."""
     difference = outcome.difference
     if difference is None:
         return ""
@@ -105,7 +105,7 @@ def arguments(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """An outcome for JSON."""
+    """Outcome as a dict for JSON."""
     entry: dict[str, Any] = {
         "vector": outcome.vector.name,
         "about": outcome.vector.about,
@@ -170,5 +170,5 @@ def as_junit(report: Report) -> str:
 
 
 def _plain(text: str) -> str:
-    """``text`` without what XML cannot hold."""
+    """``text`` without characters that XML does not allow."""
     return "".join(c if c in "\n\t" or ord(c) >= 32 else "?" for c in text)

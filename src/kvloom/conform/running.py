@@ -1,4 +1,4 @@
-"""Runs a target on vectors and says what it did with each."""
+"""Runner of a target on vectors, and outcomes."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ from kvloom.conform.vectors import Vector
 
 _EXPLAINED: Final = 4
 _TRIED: Final = 12
-"""Every known mistake is tried until so many failures have a cause, or this many were tried."""
+"""Number of failures, or of explained ones, after which only the mistakes found so far are tried."""
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """The outcome of one vector: passed, failed or skipped, and why.
+    """Outcome of one vector: passed, failed or skipped, and why.
 
     Attributes:
         vector: The vector.
         status: ``"passed"``, ``"failed"`` or ``"skipped"``.
         message: One sentence, empty if it passed.
-        difference: The first difference, of a failure.
-        causes: Known mistakes that give what it gave, here and in most of the other failures.
-        is_answered: Whether the target came back at all.
+        difference: First difference of a failure.
+        causes: Known mistakes that give the same results, here and in most of the other failures.
+        is_answered: Whether the target returned at all.
     """
 
     vector: Vector
@@ -46,10 +46,10 @@ class Report:
 
     Attributes:
         dialect: A key of ``OPERATORS``.
-        target: As it was named.
-        outcomes: One of each vector.
-        cause: The mistake that gives what was given in most failures, if there is one.
-        explained: In how many of them.
+        target: Name of the target, as given.
+        outcomes: Outcome of each vector.
+        cause: Mistake that explains most failures, if there is one.
+        explained: Number of failures that it explains.
     """
 
     dialect: str
@@ -59,12 +59,12 @@ class Report:
     explained: int = 0
 
     def count(self, status: str) -> int:
-        """Outcomes of this status."""
+        """Number of outcomes with this status."""
         return sum(outcome.status == status for outcome in self.outcomes)
 
     @property
     def failures(self) -> list[Outcome]:
-        """Outcomes that failed: those without an answer, then those of which an element can be shown."""
+        """Failed outcomes: those without an answer, then those with an element to show."""
         failed = [outcome for outcome in self.outcomes if outcome.status == "failed"]
         return sorted(failed, key=lambda outcome: (outcome.is_answered, outcome.difference is None))
 
@@ -78,7 +78,7 @@ class Report:
 def run(
     target: Target, vectors: Iterable[Vector], name: str = "", tick: Callable[[Outcome], object] | None = None
 ) -> Report:
-    """Run ``target`` on every vector; ``tick`` gets each outcome as it comes."""
+    """Run ``target`` on every vector; ``tick`` is called with each outcome."""
     outcomes: list[Outcome] = []
     known: list[frozenset[str]] = []
     dialect = ""
@@ -129,7 +129,7 @@ def run_one(target: Target, vector: Vector, known: list[frozenset[str]] | None =
 
 
 def _name_cause(report: Report) -> None:
-    """The cause of the run; failures keep no other, since single ones may look like much."""
+    """Set the cause of the run; failures keep no other, since one failure fits many mistakes."""
     differing = [outcome for outcome in report.failures if outcome.difference is not None]
     legal = [outcome for outcome in differing if outcome.vector.expected is not None]
     passed = [each.vector for each in report.outcomes if each.status == "passed" and each.vector.expected]
@@ -142,7 +142,7 @@ def _name_cause(report: Report) -> None:
 
 
 def _fresh(x: object) -> object:
-    """A copy with the same strides in memory of its own."""
+    """Copy with the same strides, in new memory."""
     if isinstance(x, list):
         return [_fresh(each) for each in x]
     if not isinstance(x, Tensor):

@@ -24,33 +24,33 @@ from kvloom.errors import ArgumentError
 
 
 class Refused(Exception):
-    """The target refused the call."""
+    """Exception: the target refused the call."""
 
 
 class NoAnswer(Exception):
-    """The process of the target crashed, or took too long."""
+    """Exception: the process of the target crashed, or took too long."""
 
 
 class Unsupported(Exception):
-    """The target does not say that it does this, or the runner cannot ask it."""
+    """Exception: the target does not support the call, or the runner cannot make it."""
 
 
 Target = Callable[[Operator, Vector, Call], Results]
-"""Runs a call, which it may write to, and returns the results by name; raises ``Refused``."""
+"""Function that runs a call, which it may write to, and returns results by name; raises ``Refused``."""
 _UNSUPPORTED: Final = -2
 """``KVLOOM_UNSUPPORTED`` of ``conform.h``."""
 _LARGEST: Final = 64
-"""Of the sizes of an output that nobody should write."""
+"""Largest size of an output of a call that must be refused."""
 TIMEOUT: Final = 60.0
-"""Seconds that one vector may take, where a target is a process or has one."""
+"""Maximum seconds for one vector, if a target is a process or has one."""
 
 
 def open_target(text: str, timeout: float = TIMEOUT) -> Target:
-    """The target that ``text`` names, in this process; ``isolation`` has the same in one of its own.
+    """Open a target in this process; ``isolation`` has the same in a process of its own.
 
-    ``package.module:function``; ``onnxruntime`` or ``onnx.reference``; ``model.onnx``; ``library.so``, custom
-    operators of ONNX Runtime; ``library.so:function``, a C function, see ``conform.h``; or ``command:PROGRAM
-    ARGUMENTS``, a program that may run ``timeout`` seconds for a vector.
+    ``text`` is ``package.module:function``; ``onnxruntime`` or ``onnx.reference``; ``model.onnx``;
+    ``library.so``, custom operators of ONNX Runtime; ``library.so:function``, a C function, see
+    ``conform.h``; or ``command:PROGRAM ARGUMENTS``, a program that may run ``timeout`` seconds for a vector.
 
     Raises:
         ArgumentError: it cannot be opened.
@@ -93,7 +93,7 @@ def _import(module: str, function: str) -> Callable[..., Any]:
 
 
 def python_target(function: Callable[..., Any]) -> Target:
-    """A callable that takes the arguments by keyword and returns the outputs in order, or by name."""
+    """Target for a callable that takes keyword arguments and returns the outputs in order, or by name."""
 
     def run(operator: Operator, vector: Vector, call: Call) -> Results:
         try:
@@ -116,7 +116,7 @@ def python_target(function: Callable[..., Any]) -> Target:
 
 
 def _outputs_like(vector: Vector, operator: Operator) -> Results:
-    """Zeroed memory for the outputs, shapes and dtypes as expected; also of a call that must be refused."""
+    """Zeroed outputs with the expected shapes and dtypes, also for a call that must be refused."""
     first = next(x for x in named(vector.call).values() if isinstance(x, Tensor))
     found = {}
     if vector.expected is None:
@@ -142,7 +142,7 @@ class _CTensor(ctypes.Structure):
 
 
 class _CFunction:
-    """A function as ``conform.h`` declares it."""
+    """C function as declared in ``conform.h``."""
 
     _MESSAGE: Final = 512
 
@@ -189,7 +189,7 @@ def _c_tensors(tensors: Results) -> Any:
 
 
 class _Command:
-    """A program that reads ``call.json`` and ``call.safetensors`` and writes ``result.safetensors``."""
+    """Program that reads ``call.json`` and ``call.safetensors`` and writes ``result.safetensors``."""
 
     def __init__(self, words: list[str], timeout: float) -> None:
         self._words, self._timeout = words, timeout
@@ -216,7 +216,7 @@ class _Command:
             return load_file(file) if file.exists() else {}
 
     def _run(self, folder: str, vector: Vector) -> tuple[int, str]:
-        """Its exit status and what it wrote; it ends in time, and with it what it started."""
+        """Run the program; returns exit status and output. After a timeout it and its children are ended."""
         words, piped = [*self._words, folder], subprocess.PIPE
         try:
             process = subprocess.Popen(words, stdout=piped, stderr=piped, text=True, start_new_session=True)
@@ -234,12 +234,12 @@ class _Command:
 
 
 def at(vector: Vector) -> str:
-    """`` at vector 17``."""
+    """Place of a vector in a message: `` at vector 17``."""
     return f" at vector {vector.name.rpartition('/')[2]}"
 
 
 def ended(status: int, when: str) -> str:
-    """How a process ended, by its exit status: ``crashed at vector 17 (SIGSEGV)``."""
+    """Description of a process's end, by exit status: ``crashed at vector 17 (SIGSEGV)``."""
     if status >= 0:
         return f"ended with status {status}{when}"
     try:

@@ -17,25 +17,25 @@ from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
 VERSION: Final = 2
-"""Of the set; it changes when any vector does."""
+"""Version of the set; it changes when any vector does."""
 SEED: Final = 1
 REFUSALS: Final = 20
-"""Calls of each operator that must be refused, at most."""
+"""Maximum number of calls of each operator that must be refused."""
 PUBLISHED: Final = Path(__file__).parent / "data"
-"""The published set."""
+"""Folder of the published set."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vector:
-    """One call and what it must give.
+    """Call of an operator, and its expected results.
 
     Attributes:
         name: ``DIALECT/NUMBER``.
         dialect: A key of ``OPERATORS``.
-        about: What is special about it.
+        about: Short description.
         call: Arguments by name.
-        expected: Results by name, ``None`` for a call that must be refused.
-        refused: The argument that is wrong, ``""`` for a legal call.
+        expected: Results by name; ``None`` for a call that must be refused.
+        refused: Name of the wrong argument; ``""`` for a legal call.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Vector:
 
 
 def make(dialect: str, seed: int = SEED, count: int | None = None) -> Iterator[Vector]:
-    """The vectors of a dialect: ``count`` legal calls (``None``: as many as published), then refused ones."""
+    """Make the vectors of a dialect: ``count`` legal calls (``None``: as published), then refused ones."""
     operator = OPERATORS[dialect]
     number = 0
     refusals: dict[tuple[str, str], tuple[str, Call]] = {}
@@ -99,7 +99,7 @@ def write(folder: Path, dialects: list[str], seed: int = SEED, count: int | None
 
 
 def read(folder: Path, dialect: str) -> Iterator[Vector]:
-    """The vectors of a dialect that ``write`` wrote.
+    """Read the vectors of a dialect that ``write`` wrote.
 
     Raises:
         ArgumentError: the files are not those that the index names.
@@ -140,7 +140,7 @@ def _entry(vector: Vector, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _written(key: str, x: Any, tensors: dict[str, Tensor]) -> Any:
-    """The manifest's entry of an argument; a view is written as the memory that it is a view of."""
+    """Entry of an argument in the manifest; a view is written with the memory that it is a view of."""
     if isinstance(x, list) and x and isinstance(x[0], Tensor):
         return [_written(f"{key}.{i}", each, tensors) for i, each in enumerate(x)]
     if not isinstance(x, Tensor):
@@ -185,7 +185,7 @@ def _result_names(operator: Operator) -> list[str]:
 
 
 def argument_text(argument: Argument) -> str:
-    """An argument in one line."""
+    """Describe an argument in one line."""
     words = []
     if argument.is_tensor:
         shape = argument.shape
@@ -209,5 +209,5 @@ def argument_text(argument: Argument) -> str:
 
 
 def describe_tensor(x: Tensor) -> str:
-    """``float16 [2, 3]`` and the like."""
+    """Describe a tensor, such as ``float16 [2, 3]``."""
     return f"{dtype_name(x.dtype)} {list(x.shape)}"

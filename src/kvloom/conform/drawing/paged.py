@@ -16,7 +16,7 @@ def _slots(draw: Draw, count: int, total: int, dtype: torch.dtype) -> Tensor:
 
 
 def _skipped(draw: Draw, total: int, dtype: torch.dtype) -> int:
-    """A negative slot, which skips its token: any that is, not -1 alone."""
+    """Any negative slot, which skips its token."""
     return draw.one([-1, -1, -2, -total, torch.iinfo(dtype).min])
 
 
@@ -63,7 +63,7 @@ def draw_scatter(draw: Draw) -> tuple[str, Call]:
 
 
 def _uncollected(draw: Draw, count: int, heads: int, dims: list[int], dtype: torch.dtype) -> Call:
-    """Keys and values as columns of a fused projection, told by strides and offsets."""
+    """Keys and values as columns of a fused projection, described by strides and offsets."""
     widths = [heads * dim + draw.integer(0, 3) for dim in dims]
     offsets = [draw.integer(0, 2) for _ in dims]
     new = []
@@ -198,7 +198,7 @@ def draw_append(draw: Draw) -> tuple[str, Call]:
     shape = [pages, 2, size, heads, dim] if layout == "NHD" else [pages, 2, heads, size, dim]
     rows = [(b, p) for b, n in enumerate(new) for p in range(total[b] - n, total[b])]
     order = ""
-    if draw.integer(0, 1):  # a token says where it goes, so they come in any order, and not only to the end
+    if draw.integer(0, 1):  # each token has its position, so they come in any order, not only at the end
         rows = [(b, p) for b, n in enumerate(new) for p in draw.distinct(n, total[b])]
         draw.random.shuffle(rows)
         order = ", in any order"
@@ -216,7 +216,7 @@ def draw_append(draw: Draw) -> tuple[str, Call]:
 
 
 def draw_paged_write(draw: Draw) -> tuple[str, Call]:
-    """A call of ONNX Runtime's ``PagedAttention``, of which the updated cache counts."""
+    """ONNX Runtime's ``PagedAttention``, of which only the updated cache is compared."""
     dtype = draw.one([torch.float16, torch.bfloat16])
     batch, heads, size, dim = draw.integer(1, 3), draw.integer(1, 2), draw.one([2, 4]), 8
     new = [draw.integer(0, 3) for _ in range(batch)]

@@ -25,7 +25,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class _Numbers:
-    """dtypes of a call, its codes, and what its numbers are like."""
+    """Dtypes, codes and kind of numbers of a call."""
 
     inputs: torch.dtype
     cache: torch.dtype
@@ -51,7 +51,7 @@ class _Numbers:
         if self.bits == 0:
             return draw.numbers(shape, self.inputs, edges=self.kind == "edge values")
         x = draw.numbers(shape, self.inputs).clamp(-1000, 1000)
-        if self.kind == "edge values":  # those of which the codes are defined
+        if self.kind == "edge values":  # only those whose codes are defined
             groups = x.view(-1, self.group)
             small = torch.finfo(self.inputs).smallest_normal / 4
             for i in range(0, len(groups), 3):
@@ -125,7 +125,7 @@ def draw_fused(spec: str, draw: Draw) -> tuple[str, Call]:
     """``dynamic_batching.MultiHeadCacheAttention`` of the document ``spec``."""
     how, layout = _numbers(draw, fused=True), draw.one([0, 1, 2, 3])
     about, call = _ragged(draw, how, FUSED_AXES[spec][layout], 8, tokens=spec == "pmx")
-    if how.bits == 0:  # what attention reads must be numbers
+    if how.bits == 0:  # attention must read numbers
         call["cache"] = draw.calm(list(call["cache"].shape), call["cache"].dtype)
     heads = call["current_key"].shape[1]
     per_head = draw.one([1, 2])
@@ -156,7 +156,7 @@ def draw_fused(spec: str, draw: Draw) -> tuple[str, Call]:
 
 
 def _said(draw: Draw, about: str, call: Call) -> tuple[str, Call]:
-    """The call; one in five leaves out the attributes that have their default."""
+    """The call; one in five omits the attributes with default values."""
     if draw.integer(0, 4):
         return about, call
     left_out = {name for name, default in DEFAULTS.items() if name in call and call[name] == default}
@@ -208,11 +208,11 @@ def _ragged(draw: Draw, how: _Numbers, axes: str, dim: int, tokens: bool = False
 
 
 Shared = tuple[int, int] | None
-"""An entry whose history is what another entry of the call writes, and that other one."""
+"""Entry whose history another entry of the call writes, and that other entry."""
 
 
 def _shared(draw: Draw, count: list[int], can: Callable[[int, int], bool]) -> Shared:
-    """Mostly a reader in front of its writer, if any pair ``can``."""
+    """Choose a pair, mostly a reader before its writer, if any pair ``can``."""
     entries = range(len(count))
     pairs = [(a, b) for b in entries if count[b] for a in entries if a != b and can(a, b)]
     ahead = [pair for pair in pairs if pair[0] < pair[1]]
@@ -221,7 +221,7 @@ def _shared(draw: Draw, count: list[int], can: Callable[[int, int], bool]) -> Sh
 
 
 def _offsets(draw: Draw, count: list[int], past: list[int], shared: Shared) -> tuple[Tensor, int, str]:
-    """Entries in any order, with gaps; one may go on after the tokens of another."""
+    """Entries in any order, with gaps; one may continue after the tokens of another."""
     where, at = [0] * len(count), draw.integer(0, 2)
     reader, writer = shared or (-1, -1)
     for b in draw.distinct(len(count), len(count)):

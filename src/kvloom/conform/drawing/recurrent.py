@@ -10,7 +10,7 @@ from kvloom.core.specs import dtype_name
 
 
 def draw_linear_attention(draw: Draw) -> tuple[str, Call]:
-    """``LinearAttention-27``: prompts and single tokens, with a state of before or without."""
+    """``LinearAttention-27``: prompts and single tokens, with or without a past state."""
     rule = draw.one(["linear", "gated", "delta", "gated_delta"])
     dtype = draw.one([torch.float32, *FLOATS])
     batch, heads, group, count = (
@@ -22,8 +22,7 @@ def draw_linear_attention(draw: Draw) -> tuple[str, Call]:
     key_dim, value_dim = draw.one([1, 2, 4, 8]), draw.one([1, 3, 4])
     call: Call = {
         "query": draw.calm([batch, count, heads * group * key_dim], dtype),
-        "key": draw.calm([batch, count, heads * key_dim], dtype)
-        / 2,  # short ones, which the delta rules want
+        "key": draw.calm([batch, count, heads * key_dim], dtype) / 2,  # short vectors, for the delta rules
         "value": draw.calm([batch, count, heads * value_dim], dtype),
         "q_num_heads": heads * group,
         "kv_num_heads": heads,
@@ -80,5 +79,5 @@ def draw_causal_conv(draw: Draw) -> tuple[str, Call]:
 
 
 def _in_memory(draw: Draw, x: object) -> object:
-    """Every fourth tensor with gaps between its elements."""
+    """Give every fourth tensor gaps between its elements."""
     return draw.strided(x) if isinstance(x, torch.Tensor) and draw.integer(0, 3) == 0 else x

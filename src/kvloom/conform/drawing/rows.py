@@ -31,7 +31,7 @@ def draw_tensor_scatter(draw: Draw) -> tuple[str, Call]:
 
 
 def draw_attention(draw: Draw) -> tuple[str, Call]:
-    """``Attention-24`` with its own cache, or with one that ``TensorScatter`` wrote."""
+    """``Attention-24`` with its own cache, or with one by ``TensorScatter``."""
     dtype = draw.one([torch.float32, torch.float32, torch.float16])
     batch, heads, per_head, count, dim = (
         draw.integer(1, 2),
@@ -100,7 +100,7 @@ def draw_group_query(draw: Draw) -> tuple[str, Call]:
     if bits:
         shape = [1, heads, 1, dim] if kind == "PER_CHANNEL" else [1]
         for name in ("k_scale", "v_scale"):
-            # Powers of two, so that some quotients are ties; some numbers are beyond the codes.
+            # Powers of two, so that some quotients are ties; some numbers exceed the codes.
             scale = 2.0 ** draw.integer(-7, -6) if bits == 8 else 2.0 ** draw.integer(-3, -2)
             call[name] = torch.full(shape, scale) * (1 + draw.calm(shape, torch.float32).abs().round())
         call |= {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": bits}

@@ -1,4 +1,4 @@
-"""Known mistakes: for a legal call, the results of somebody who makes it. Diagnosis compares with these."""
+"""Known mistakes: the wrong results of a legal call with each, for diagnosis."""
 
 from typing import Final
 
@@ -26,6 +26,6 @@ MISTAKES: Final[tuple[Mistake, ...]] = (
     *others.MISTAKES,
     *recurrent.MISTAKES,
 )
-"""In no order; diagnosis tries them all."""
+"""All known mistakes, in no particular order."""
 
 __all__ = ["MISTAKES", "Mistake"]

@@ -79,7 +79,7 @@ def _padding_seen(call: Call) -> Call | None:
 
 
 def _lengths_off(operator: Operator, call: Call, results: Results) -> Results | None:
-    """``seqlens_k`` taken for the length, not for the length less one."""
+    """``seqlens_k`` read as the length, not as the length minus one."""
     if "seqlens_k" not in call:
         return None
     lengths = call["seqlens_k"] - 1

@@ -1,4 +1,4 @@
-"""Known mistakes of codes and scales, and of what is read back."""
+"""Known mistakes of codes and scales, and of dequantization."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def _quantizer(
     rounding: Callable[[float], int] = round, divisor: int = 0, largest: str = "abs", smallest: float = 1e-5,
     reciprocal: bool = False, wide: bool = False, lowest: int = 0,
 ) -> Callable[[Tensor, int], tuple[list[int], Tensor]]:  # fmt: skip
-    """A quantizer of a group with one step that differs."""
+    """Quantizer of a group with one wrong step."""
 
     def quantize(x: Tensor, bit: int) -> tuple[list[int], Tensor]:
         if not bool(torch.isfinite(x).all()):
@@ -74,7 +74,7 @@ _STORE: Final = pmx.store_vector
 def _neighbor_load(
     cache: Tensor, scale: Tensor | None, at: tuple[int, ...], bit: int, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """Each group read with the scale of the next one."""
+    """Each group is read with the scale of the next one."""
     if scale is not None and bit:
         scale = scale.roll(-1, dims=-1)
     return _LOAD(cache, scale, at, bit, group, dtype)
@@ -117,7 +117,7 @@ def _unsigned(packed: list[int]) -> list[int]:
 def _dequantizer(
     of: Callable[[torch.dtype], torch.dtype],
 ) -> Callable[[list[int], Tensor, torch.dtype], Tensor]:
-    """Codes times their scale in a dtype of the one that is asked for."""
+    """Dequantizer that multiplies in another dtype, ``of`` the requested one."""
 
     def dequantize(codes: list[int], scale: Tensor, dtype: torch.dtype) -> Tensor:
         factor = scale.to(of(dtype)).double()
@@ -128,7 +128,7 @@ def _dequantizer(
 
 
 def _undequantized(operator: Operator, call: Call, results: Results) -> Results | None:
-    """The new tokens returned as they came, not as they are stored."""
+    """New tokens are returned unquantized, not as stored."""
     if not call.get("quant_bit") or "key" not in results:
         return None
     repeat = call.get("num_repeat", 1)

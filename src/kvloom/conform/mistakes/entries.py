@@ -1,4 +1,4 @@
-"""Known mistakes of ragged batches: the order of effects among their entries, and where their pages start."""
+"""Known mistakes of ragged batches: the order of effects among entries, and the start of their pages."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,7 +14,7 @@ _STORED: Final = pmx.dynamic_key_value_cache
 
 
 def _entry(call: Call, b: int) -> Call:
-    """The call of entry ``b`` alone."""
+    """Call with entry ``b`` alone."""
     seq, kv = call["seqstarts"].tolist(), call["kvstarts"].tolist()
     table: Tensor = call["cachestarts"]
     is_ragged = call["cache_mode"] == 1 and table.ndim == 1
@@ -40,7 +40,7 @@ def _one_after_another(call: Call) -> pmx.Stored:
 
 
 def _history_first(call: Call) -> pmx.Stored:
-    """History as it was before the call, and the new tokens of the call."""
+    """History is read before the call's stores, then the new tokens follow."""
     stored = _STORED(**call)
     first = call["kvstarts"].tolist()
     for b, past in enumerate(call["start_pos"].tolist()):
@@ -54,7 +54,7 @@ def _history_first(call: Call) -> pmx.Stored:
 
 
 def _by_name(function: Callable[[Call], pmx.Stored]) -> Callable[..., pmx.Stored]:
-    """``function`` with the arguments of the oracle, some of which come by position."""
+    """Adapt ``function`` to the arguments of the oracle, some of which are positional."""
     code = _STORED.__code__
     names = code.co_varnames[: code.co_argcount]
 

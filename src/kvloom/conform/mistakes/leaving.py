@@ -1,4 +1,4 @@
-"""Known mistakes of what a call must leave as it was: slots that it does not write."""
+"""Known mistakes in slots that a call must not change."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -16,7 +16,7 @@ TABLES: Final = {
     "pmx.dynamic_batching.key_value_cache": pmx.DYNAMIC_AXES,
     **{f"{s}.dynamic_batching.multi_head_cache_attention": axes for s, axes in pmx.FUSED_AXES.items()},
 }
-"""The axes of each layout of each PMX operator."""
+"""Axes of each layout of each PMX operator."""
 
 
 def _not_updated(operator: Operator, call: Call, results: Results) -> Results | None:
@@ -42,7 +42,7 @@ def _not_updated_side(side: str) -> Callable[[Operator, Call, Results], Results 
 
 
 def _cleared(operator: Operator, call: Call, results: Results) -> Results | None:
-    """What the call updates was zero before it."""
+    """Updated arguments are cleared before the call."""
     names = [n for n in (*operator.updated, "past_cache", "past_key", "past_value") if n in call]
     zeros = {name: _zero(call[name]) for name in names}
     return operator.oracle({**call, **zeros}) if zeros else None
@@ -77,7 +77,7 @@ def _tail_zeroed(operator: Operator, call: Call, results: Results) -> Results | 
 
 
 def _last_blocks(call: Call) -> Iterator[tuple[int, int]]:
-    """The last block of each sequence, and how many of its slots have a token."""
+    """Last block of each sequence, and its number of slots with a token."""
     size, starts = call["key_cache"].shape[1], call["cumulative_sequence_length"].tolist()
     for b, past in enumerate(call["past_seqlens"].tolist()):
         length = past + starts[b + 1] - starts[b]

@@ -1,4 +1,4 @@
-"""The class of known mistakes, and two short ways to make one."""
+"""Class of known mistakes, and two functions to make one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _JUDGED_BY: Final[dict[Any, tuple[str, ...]]] = {
     attending: ("onnx.attention", "microsoft.group_query"),
     recurrent: ("onnx.linear_attention", "onnx.causal_conv"),
 }
-"""The dialects of each oracle that mistakes take apart."""
+"""Dialects of each oracle whose functions mistakes replace."""
 
 
 PAIRS: Final = (
@@ -31,13 +31,13 @@ PAIRS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake.
+    """Known mistake.
 
     Attributes:
-        name: What a report calls it.
+        name: Name in reports.
         text: One sentence that says what to look at.
-        wrong: What it gives for a legal call that has all its attributes; it also gets a copy of the right
-            results. ``None`` where it cannot be made.
+        wrong: Function that returns the wrong results of a legal call with all its attributes, given also a
+            copy of the right results; ``None`` if the mistake does not apply.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Mistake:
 
 
 def by_call(name: str, text: str, change: Change) -> Mistake:
-    """A mistake that is the right result of another call."""
+    """Make a mistake whose results are right for another call."""
 
     def wrong(operator: Operator, call: Call, results: Results) -> Results | None:
         changed = change(call)
@@ -56,7 +56,7 @@ def by_call(name: str, text: str, change: Change) -> Mistake:
 
 
 def by_numbers(name: str, text: str, module: Any, **replaced: Any) -> Mistake:
-    """A mistake in one step of the oracle's own arithmetic."""
+    """Make a mistake by replacing functions of an oracle's module."""
 
     def wrong(operator: Operator, call: Call, results: Results) -> Results | None:
         if not operator.name.startswith(_JUDGED_BY[module]):

@@ -11,7 +11,7 @@ from kvloom.conform.mistakes.making import Change, Mistake, by_call, changed, wi
 
 
 def _piece_transposed(operator: Operator, call: Call, results: Results) -> Results | None:
-    """Pieces of keys side by side in the wrong order: element d at [d % n, d // n]."""
+    """Chunks of keys are transposed: element d is at [d % n, d // n]."""
     cache = call.get("key_cache")
     if cache is None or cache.ndim != 5:
         return None
@@ -41,7 +41,7 @@ def _one_source(x: Tensor, call: Call) -> Tensor:
 
 
 def _in_order(is_sorted: bool) -> Change:
-    """New tokens are the last ones of their request, in order, whatever ``positions`` says."""
+    """New tokens count as the last ones of their request, in order; ``positions`` is ignored."""
 
     def change(call: Call) -> Call | None:
         rows = call.get("batch_indices")
@@ -120,7 +120,7 @@ def _new_first(operator: Operator, call: Call, results: Results) -> Results | No
 
 
 def _clamped(operator: Operator, call: Call, results: Results) -> Results | None:
-    """A circular write that stops at the end instead of going on at the front."""
+    """A circular write stops at the end instead of continuing at the front."""
     if call.get("mode") != "circular" or "write_indices" not in call:
         return None
     axis = call.get("axis", -2)

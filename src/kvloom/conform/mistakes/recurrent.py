@@ -1,4 +1,4 @@
-"""Known mistakes of recurrent states: what decays when, what is corrected, and what the next call gets."""
+"""Known mistakes of recurrent states: decay, correction, and the state of the next call."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _past_ignored_by_prompts(operator: Operator, call: Call, results: Results) -
 
 
 def _transposed(operator: Operator, call: Call, results: Results) -> Results | None:
-    """States are ``[V, K]``, where both are alike."""
+    """States are ``[V, K]``, if both sizes are equal."""
     past = call.get("past_state")
     if "query" not in call or past is None or past.shape[2] != past.shape[3]:
         return None
@@ -66,7 +66,7 @@ def _transposed(operator: Operator, call: Call, results: Results) -> Results | N
 
 
 def _interleaved(operator: Operator, call: Call, results: Results) -> Results | None:
-    """Element d of head h is taken for that at d * heads + h."""
+    """Element d of head h is read at d * heads + h."""
     if "q_num_heads" not in call:
         return None
     heads = call["kv_num_heads"]
@@ -100,7 +100,7 @@ def _flipped(x: Tensor, call: Call) -> Tensor:
 
 
 def _centered(operator: Operator, call: Call, results: Results) -> Results | None:
-    """Windows that end half a kernel later; what lies behind the last input is 0."""
+    """Windows end half a kernel later; inputs after the last one are 0."""
     if "weight" not in call:
         return None
     x, size = call["input"], call["weight"].shape[2]
@@ -114,7 +114,7 @@ def _centered(operator: Operator, call: Call, results: Results) -> Results | Non
 
 
 def _state_of_inputs(operator: Operator, call: Call, results: Results) -> Results | None:
-    """A call of fewer inputs than the state has columns forgets what was before."""
+    """A call of fewer inputs than the state has columns forgets the earlier inputs."""
     if "weight" not in call or "past_state" not in call:
         return None
     size = call["weight"].shape[2] - 1

@@ -1,4 +1,4 @@
-"""Known mistakes of keys and values: one taken, written or read for the other."""
+"""Known mistakes that confuse keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvloom.conform.mistakes.making import PAIRS, Change, Mistake, by_call, by_n
 from kvloom.conform.oracles import pmx
 
 Sides = Mapping[int, int | None]
-"""Where keys (0) and values (1) go to, or come from; ``None`` is nowhere."""
+"""Side to which keys (0) and values (1) are written, or from which they are read; ``None`` for none."""
 
 
 def _swapped(call: Call) -> Call | None:
@@ -34,7 +34,7 @@ def _twice(which: int) -> Change:
 
 
 class _At(tuple[int, ...]):
-    """The index of a head vector that knows its side, and that of the other side."""
+    """Index of a head vector with its side, and the index on the other side."""
 
     side: int
     sides: tuple[tuple[int, ...], ...]
@@ -54,7 +54,7 @@ AS_THEY_ARE: Final[Sides] = {0: 0, 1: 1}
 
 
 def _planes(name: str, text: str, writes: Sides = AS_THEY_ARE, reads: Sides = AS_THEY_ARE) -> Mistake:
-    """PMX, whose caches have keys and values in one tensor."""
+    """Mistake for PMX, whose caches have keys and values in one tensor."""
 
     def store(x: Tensor, cache: Tensor, scale: Tensor | None, at: _At, bit: int, group: int) -> None:
         side = writes[at.side]
@@ -68,7 +68,7 @@ def _planes(name: str, text: str, writes: Sides = AS_THEY_ARE, reads: Sides = AS
 
 
 def _written_over(side: int) -> Callable[[Operator, Call, Results], Results | None]:
-    """The tokens of ``side`` are written to the slots of the other one, and nothing to their own."""
+    """Tokens of ``side`` are written to the slots of the other side, and not to their own."""
 
     def change(operator: Operator, call: Call, results: Results) -> Results | None:
         pair = next((pair for pair in PAIRS if pair[0] in call and pair[1] in call), None)
@@ -88,7 +88,7 @@ def _written_over(side: int) -> Callable[[Operator, Call, Results], Results | No
 
 
 def _read_from(order: tuple[int, int]) -> Change:
-    """GatherPaKvCache, which only reads."""
+    """Mistake for GatherPaKvCache, which only reads."""
 
     def change(call: Call) -> Call | None:
         caches = [call.get("key_cache"), call.get("value_cache")]
@@ -102,7 +102,7 @@ def _read_from(order: tuple[int, int]) -> Change:
 
 
 def _zeros(sign: float) -> Change:
-    """New tokens whose zeros all have one sign."""
+    """Zeros of new tokens all have one sign."""
 
     def change(call: Call) -> Call | None:
         new = {name: call[name] for pair in (*PAIRS, ("update",)) for name in pair if name in call}

@@ -1,4 +1,4 @@
-"""Known mistakes of which slots, layers and layouts are written, and of how inputs lie in memory."""
+"""Known mistakes of slots, layers and layouts, and of the strides of inputs."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -21,7 +21,7 @@ def _heads_reversed(call: Call) -> Call | None:
 
 
 def _heads_transposed(call: Call) -> Call | None:
-    """Tokens and heads of the new rows read in the other order."""
+    """Tokens and heads of the new rows are read in the other order."""
     for pair in PAIRS[:3]:
         x = call.get(pair[0])
         if isinstance(x, Tensor) and x.ndim >= 3 and x.shape[-2] > 1 and x.shape[-3] > 1:
@@ -112,7 +112,7 @@ def _column(name: str, by: int) -> Change:
 
 
 def _layout_confused(operator: Operator, call: Call) -> Iterator[Results]:
-    """The bytes of the cache taken for another layout's."""
+    """The bytes of the cache are read in another layout."""
     table = TABLES.get(operator.name)
     if table is None:
         return
@@ -131,7 +131,7 @@ def _layout_confused(operator: Operator, call: Call) -> Iterator[Results]:
 
 
 def wrong_layouts() -> list[Mistake]:
-    """Each other number that a layout may have been taken for."""
+    """Mistakes for each other number that a layout may be confused with."""
 
     def nth(n: int) -> Callable[[Operator, Call, Results], Results | None]:
         return lambda operator, call, results: next(

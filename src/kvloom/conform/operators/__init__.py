@@ -1,4 +1,4 @@
-"""Every operator, described once; checks, vectors, refusals and the documentation are made from this."""
+"""Descriptions of all operators, the source of checks, vectors, refusals and the documentation."""
 
 from typing import Final
 
@@ -6,4 +6,4 @@ from kvloom.conform.operators import pages, pmx, recurrent, rows
 
 _ALL: Final = (*pmx.OPERATORS, *pages.OPERATORS, *rows.OPERATORS, *recurrent.OPERATORS)
 OPERATORS: Final = {each.name: each for each in _ALL}
-"""By dialect."""
+"""Operators by dialect."""

@@ -134,7 +134,7 @@ def _fused(spec: str) -> Operator:
 
 
 def _slots_as_m(axes: dict[int, str]) -> dict[int, str]:
-    """The axis of slots as M, for T counts new tokens."""
+    """Rename the axis of slots to M, since T counts new tokens."""
     return {n: text.replace("T", "M") for n, text in axes.items()}
 
 

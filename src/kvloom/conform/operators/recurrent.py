@@ -1,4 +1,4 @@
-"""Operators whose cache is a state of one size: ONNX, opset 27."""
+"""Operators whose cache is a state of fixed size: ONNX, opset 27."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from kvloom.conform.operators.words import WIDE, set_to
 
 
 def _other_gate(name: str) -> Spoil:
-    """No tensor for a rule that needs one, and one for a rule that takes none."""
+    """Remove the tensor if the rule needs it, or add one if the rule does not."""
 
     def spoil(call: Call, draw: Draw) -> Call:
         one = call["query"][:, :, :1].expand(-1, -1, call["kv_num_heads"])

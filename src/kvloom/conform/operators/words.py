@@ -1,4 +1,4 @@
-"""Parts that descriptions of operators have in common: dtypes, and calls that break a rule."""
+"""Common parts of descriptions of operators: dtypes, and calls that break a rule."""
 
 from typing import Final
 
@@ -15,7 +15,7 @@ COPIED: Final = "float32 float16 bfloat16 int8 uint8 int16 int32"
 
 
 def put(name: str, value: int, at: int = 0) -> tuple[str, Spoil]:
-    """An index tensor with ``value`` at ``at``."""
+    """Change that puts ``value`` at ``at`` of an index tensor."""
 
     def spoil(call: Call, draw: Draw) -> Call:
         x: Tensor | None = call.get(name)

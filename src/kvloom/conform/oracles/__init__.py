@@ -1,1 +1,1 @@
-"""Each operator once more: slow, obvious, from its document alone, without the library's kernels."""
+"""Oracles: slow, obvious implementations from the documents alone, without the library's kernels."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 COMPRESSED = ("Alibi", "Rope", "Omni")
-WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # copies move words, whatever they mean
-Piece = int | range  # what becomes one cache token: a copied token, or a window that is averaged
+WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # copies move words of any meaning
+Piece = int | range  # source of one cache token: a token to copy, or a window to average
 
 
 def raw(x: Tensor) -> Tensor:
-    """``x`` as integers of its width; copies through it keep every bit."""
+    """View of ``x`` as integers of its width; copies through it keep every bit."""
     return x.view(WORD[x.element_size()])
 
 
@@ -22,7 +22,7 @@ def ints(x: Tensor) -> list[int]:
 
 
 def pieces(rule: str, length: int, win: int, off: int | None) -> list[Piece]:
-    """The tokens of one run in order, for a head whose sequence has ``length`` tokens."""
+    """Tokens of one run in order, for a head whose sequence has ``length`` tokens."""
     if rule == "Alibi":
         return [length - win + k for k in range(win)]
     assert off is not None
@@ -37,7 +37,7 @@ def pieces(rule: str, length: int, win: int, off: int | None) -> list[Piece]:
 
 
 def average(lane: list[float], dtype: torch.dtype) -> float | int:
-    """The mean of one feature over a window, before it is rounded to a float dtype."""
+    """Mean of one feature over a window, before it is rounded to a float dtype."""
     if dtype.is_floating_point:
         return sum(lane, 0.0) / len(lane)
     total = sum(lane)
@@ -50,7 +50,7 @@ def average(lane: list[float], dtype: torch.dtype) -> float | int:
 
 
 def mean(rows: Tensor) -> Tensor:
-    """The mean of ``rows`` [n, D] over n, rounded once."""
+    """Mean of ``rows`` [n, D] over n, rounded once."""
     lanes = zip(*rows.tolist(), strict=True)
     averages = [average(list(lane), rows.dtype) for lane in lanes]
     if rows.dtype.is_floating_point:
@@ -76,7 +76,7 @@ def write_token(cache: Tensor, slot: int, row: Tensor, layout: str) -> None:
 
 
 def chunks(cache: Tensor) -> list[tuple[int, ...]]:
-    """The indices between block and offset of a PA_NZ cache of rank 4 or 5, in feature order."""
+    """Indices between block and offset of a PA_NZ cache of rank 4 or 5, in feature order."""
     if cache.dim() == 4:
         return [(c,) for c in range(cache.shape[1])]
     return [(h, c) for h in range(cache.shape[1]) for c in range(cache.shape[2])]
@@ -85,7 +85,7 @@ def chunks(cache: Tensor) -> list[tuple[int, ...]]:
 def scatter_tokens(
     x: Tensor, cache: Tensor, slots: list[int], layout: str, stride: int | None, offset: int
 ) -> None:
-    """Scenarios 1, 2, 6 and NHSD; with ``stride`` the tokens are read from the memory behind ``x``."""
+    """Scenarios 1, 2, 6 and NHSD; with ``stride`` tokens are read from the storage of ``x``."""
     x, cache = raw(x), raw(cache)
     features = x[0].numel() if len(x) else 0
     available = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
@@ -152,7 +152,7 @@ def scatter_pa_kv_cache(
 
 
 def read_token(cache: Tensor, slot: int, layout: str) -> Tensor:
-    """The words of one token, feature after feature."""
+    """Words of one token, feature after feature."""
     if layout == "Norm":
         return cache[slot // cache.shape[1], slot % cache.shape[1]].reshape(-1)
     size = cache.shape[-2]
@@ -163,7 +163,7 @@ def read_token(cache: Tensor, slot: int, layout: str) -> Tensor:
 def gathered_slots(
     block_tables: Tensor, seq_lens: Tensor, seq_offset: Tensor | None, cumulative: bool, size: int
 ) -> Iterator[tuple[int, int]]:
-    """(block, offset) of every token to read; block -1 where the table has no column."""
+    """(block, offset) of every token to read; block -1 if the table has no column."""
     lens = ints(seq_lens)
     if cumulative:
         lens = [lens[b + 1] - lens[b] for b in range(len(lens) - 1)]
@@ -195,7 +195,7 @@ def gather_pa_kv_cache(
 def run_lengths(
     rule: str, seq_lens: Tensor, compress_lens: Tensor, offset: Tensor | None = None
 ) -> list[int]:
-    """The number of slots of every (batch, head) run."""
+    """Number of slots of every (batch, head) run."""
     wins, num_seqs = ints(compress_lens), len(seq_lens)
     num_heads = len(wins) // max(num_seqs, 1)
     offs = ints(offset) if offset is not None else [None] * len(wins)
@@ -207,7 +207,7 @@ def run_lengths(
 
 
 def slot_mapping(block_table: Tensor, starts: Tensor, lengths: Tensor, block_size: int) -> list[int]:
-    """The slots of tokens starts[b] .. starts[b] + lengths[b] of each sequence."""
+    """Slots of tokens starts[b] .. starts[b] + lengths[b] of each sequence."""
     slots = []
     for b, (start, length) in enumerate(zip(ints(starts), ints(lengths), strict=True)):
         for t in range(start, start + length):
@@ -216,7 +216,7 @@ def slot_mapping(block_table: Tensor, starts: Tensor, lengths: Tensor, block_siz
 
 
 def nd_to_nz(nd: Tensor) -> Tensor:
-    """[nb, bs, H, D] as [nb, H*D // last, bs, last], one element at a time."""
+    """Convert [nb, bs, H, D] to [nb, H*D // last, bs, last], one element at a time."""
     num_blocks, size, num_heads, head_size = nd.shape
     last = 32 // nd.element_size()
     nz = torch.zeros((num_blocks, num_heads * head_size // last, size, last), dtype=WORD[nd.element_size()])

@@ -17,7 +17,7 @@ Sees = Callable[[int, int, int], bool]
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sees: Sees, bias: Tensor | None
 ) -> Tensor:
-    """``[B, Hq, S, D]`` over ``[B, H, M, D]`` in float64; a row that sees nothing is zero."""
+    """Attention of ``[B, Hq, S, D]`` over ``[B, H, M, D]`` in float64; a row that sees nothing is zero."""
     batch, heads, count, _ = q.shape
     q64, k64, v64 = (x.double() for x in (q, k, v))
     out = torch.zeros(batch, heads, count, v.shape[3], dtype=torch.float64)
@@ -56,7 +56,7 @@ def onnx_attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Four-dimensional inputs; ``present`` is what the past and the new tokens make."""
+    """``Attention`` with four-dimensional inputs; ``present`` is past and new tokens, concatenated."""
     past = 0 if past_key is None else past_key.shape[2]
     key = K if past_key is None else concatenated([past_key, K], 2)
     value = V if past_value is None else concatenated([past_value, V], 2)
@@ -74,7 +74,7 @@ def onnx_attention(
 
 
 def quantized(x: float, scale: float, bits: int) -> int:
-    """The code of ``x``: the quotient in float32, rounded to the nearest, ties to even."""
+    """Code of ``x``: the quotient in float32, rounded to the nearest, ties to even."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     quotient = float(torch.tensor(x, dtype=torch.float32) / torch.tensor(scale, dtype=torch.float32))
     code: int = max(low, min(high, round(quotient)))
@@ -101,7 +101,7 @@ def group_query_attention(
     v_quant_type: str = "NONE",
     kv_cache_bit_width: int = 0,
 ) -> dict[str, Tensor]:
-    """Row b has ``seqlens_k[b] + 1`` tokens, the new ones last; what lies after them stays, or is 0."""
+    """``GroupQueryAttention``: row b has ``seqlens_k[b] + 1`` tokens; slots after them are unchanged or 0."""
     batch, count = query.shape[:2]
     dim = query.shape[2] // num_heads
     lengths = [n + 1 for n in seqlens_k.tolist()]

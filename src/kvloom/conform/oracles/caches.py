@@ -1,4 +1,4 @@
-"""``Cache.update`` of transformers: what it returns at each step, for each kind of layer."""
+"""``Cache.update`` of transformers: its results at each step, for each kind of layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvloom.conform.oracles.paged import words
 def cache_update(
     key_states: list[Tensor], value_states: list[Tensor], kind: str = "dynamic", max_length: int = 0
 ) -> dict[str, Tensor]:
-    """The keys and values that each update returns, ``keys.0`` and so on.
+    """Keys and values that each update returns, ``keys.0`` and so on.
 
-    ``dynamic`` returns everything so far, ``static`` storage of ``max_length``, zeros at the end,
-    ``sliding`` the last ``max_length - 1`` tokens of before and the new ones.
+    ``dynamic`` returns all tokens so far, ``static`` storage of ``max_length`` with zeros at the end,
+    ``sliding`` the last ``max_length - 1`` earlier tokens and the new ones.
     """
     found = {}
     for name, states in (("keys", key_states), ("values", value_states)):

@@ -9,14 +9,14 @@ WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def words(x: Tensor) -> Tensor:
-    """``x`` as integers of its width, through which a copy keeps every bit."""
+    """View of ``x`` as integers of its width, through which a copy keeps every bit."""
     return x.view(WORD[x.element_size()])
 
 
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Keys to ``[nb, H, D / x, bs, x]``, values to ``[nb, H, D, bs]``; a negative slot skips its token."""
+    """Write keys to ``[nb, H, D / x, bs, x]``, values to ``[nb, H, D, bs]``; negative slots skip tokens."""
     size, piece = key_cache.shape[3], key_cache.shape[4]
     for t, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
@@ -30,7 +30,7 @@ def reshape_and_cache(
 def reshape_and_cache_flash(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Keys and values to ``[nb, bs, H, D]``; slots may be fewer than padded tokens."""
+    """Write keys and values to ``[nb, bs, H, D]``; slots may be fewer than padded tokens."""
     size = key_cache.shape[1]
     for t, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
@@ -39,7 +39,7 @@ def reshape_and_cache_flash(
 
 
 def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor) -> None:
-    """Each pair (from, to): that block of every layer, as it was before the call."""
+    """Copy blocks, pairs (from, to), in every layer; all sources are read before the call's writes."""
     for cache in (*key_caches, *value_caches):
         before = words(cache).clone()
         for source, target in block_mapping.tolist():
@@ -57,7 +57,7 @@ def append_paged_kv_cache(
     kv_last_page_len: Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Token t of request ``batch_indices[t]`` to position ``positions[t]`` of its pages, CSR."""
+    """Write token t of request ``batch_indices[t]`` to position ``positions[t]`` of its pages, in CSR."""
     size = paged_kv_cache.shape[2 if kv_layout == "NHD" else 3]
     for t, (b, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
         page = int(kv_indices[int(kv_indptr[b]) + position // size])
@@ -76,7 +76,7 @@ def paged_attention_write(
     past_seqlens: Tensor,
     block_table: Tensor,
 ) -> None:
-    """New token i of sequence b to position ``past_seqlens[b] + i`` of its blocks ``[nb, bs, H, D]``."""
+    """Write new token i of sequence b to position ``past_seqlens[b] + i`` of blocks ``[nb, bs, H, D]``."""
     starts = cumulative_sequence_length.tolist()
     size = key_cache.shape[1]
     for b, past in enumerate(past_seqlens.tolist()):
@@ -89,7 +89,7 @@ def paged_attention_write(
 def tensor_scatter(
     past_cache: Tensor, update: Tensor, write_indices: Tensor | None, mode: str = "linear", axis: int = -2
 ) -> Tensor:
-    """A copy of ``past_cache`` with ``update`` at ``write_indices[b]`` of ``axis``."""
+    """Copy of ``past_cache`` with ``update`` at ``write_indices[b]`` of ``axis``."""
     present = past_cache.clone()
     out, new = words(present).movedim(axis, 1), words(update).movedim(axis, 1)
     first = [0] * len(update) if write_indices is None else write_indices.tolist()
@@ -101,5 +101,5 @@ def tensor_scatter(
 
 
 def concatenated(parts: list[Tensor], axis: int) -> Tensor:
-    """Bits of ``parts`` side by side."""
+    """Concatenate ``parts`` bit by bit."""
     return torch.cat([words(part) for part in parts], dim=axis).view(parts[0].dtype)

@@ -1,7 +1,7 @@
-"""The PMX and OPMX operators once more: slow, obvious, and written from their documents alone.
+"""Oracles of the PMX and OPMX operators: slow, obvious, and written from their documents alone.
 
-Explicit loops over entries, tokens, heads and groups; every function is pure and returns a new cache.
-Imports nothing from the library, so that both can only agree by being right.
+Explicit loops over entries, tokens, heads and groups; every function is pure and returns a new cache. Imports
+nothing from the library, so that the two do not share mistakes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FUSED_AXES = {"pmx": {0: "TLKHD", 1: "LTKHD", 2: "LHTKD", 3: "KLHTD"}, "opmx": D
 
 
 class Stored(NamedTuple):
-    """The result of ``key_value_cache``, and the updated cache and scale."""
+    """Result of ``key_value_cache``, and the updated cache and scale."""
 
     key: Tensor
     value: Tensor
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """``output`` is float64; ``key`` and ``value`` are what the cache gave back, in the input's dtype."""
+    """Result of attention: ``output`` in float64; loaded ``key`` and ``value`` in the input's dtype."""
 
     output: Tensor
     key: Tensor
@@ -48,7 +48,7 @@ def saturated(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest value of ``dtype``; every NaN becomes the canonical quiet one."""
+    """Nearest value of ``dtype``; every NaN becomes the canonical quiet one."""
     return torch.where(x.isnan(), torch.tensor(float("nan"), dtype=dtype), x.to(dtype))
 
 
@@ -74,12 +74,12 @@ def dequantize_group(codes: list[int], scale: Tensor, dtype: torch.dtype) -> Ten
 
 
 def pack_nibbles(codes: list[int]) -> list[int]:
-    """Two signed 4-bit codes a byte, the even element in the low nibble."""
+    """Pack two signed 4-bit codes into a byte, the even element in the low nibble."""
     return [(codes[2 * j] & 0xF) | ((codes[2 * j + 1] & 0xF) << 4) for j in range(len(codes) // 2)]
 
 
 def unpack_nibbles(packed: list[int]) -> list[int]:
-    """The inverse of ``pack_nibbles``."""
+    """Inverse of ``pack_nibbles``."""
     codes = []
     for byte in packed:
         for nibble in (byte & 0xF, byte >> 4):
@@ -110,7 +110,7 @@ def store_vector(
 def load_vector(
     cache: Tensor, scale: Tensor | None, at: tuple[int, ...], bit: int, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """Read the head vector at index ``at`` back as ``dtype``."""
+    """Read the head vector at index ``at`` as ``dtype``."""
     if bit == 0:
         return cache[at].to(dtype)
     assert scale is not None
@@ -124,7 +124,7 @@ def load_vector(
 
 
 def index_of(axes: str, **coordinates: int) -> tuple[int, ...]:
-    """The index of one head vector in a tensor whose axes are named, D last."""
+    """Index of one head vector in a tensor with named axes, D last."""
     assert axes[-1] == "D"
     return tuple(coordinates[axis] for axis in axes[:-1])
 
@@ -175,7 +175,7 @@ def key_value_cache(
 def slot_of(
     b: int, t: int, cachestarts: list[Any], kvstarts: list[int], cache_mode: int, page_size: int
 ) -> int:
-    """The slot of token ``t`` of entry ``b``; reads exactly one element of ``cachestarts``."""
+    """Slot of token ``t`` of entry ``b``; reads exactly one element of ``cachestarts``."""
     if cache_mode == 0:
         return int(cachestarts[b] + t)
     is_token_table = not (cachestarts and isinstance(cachestarts[0], list))
@@ -205,7 +205,7 @@ def dynamic_key_value_cache(
     page_size: int = 128,
     axes: str | None = None,
 ) -> Stored:
-    """Document 001; ``axes`` overrules ``cache_layout`` for the fused operator. The hints are not used."""
+    """Document 001; ``axes`` overrides ``cache_layout`` for the fused operator. The hints are not used."""
     axes = axes or DYNAMIC_AXES[cache_layout]
     cache, scale = _copies(cache, scale)
     seq, kv, starts, positions = (x.tolist() for x in (seqstarts, kvstarts, cachestarts, start_pos))
@@ -235,7 +235,7 @@ def dynamic_key_value_cache(
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """One slope a head; heads beyond the largest power of two take the odd steps of the next one."""
+    """Slope of each head; heads beyond the largest power of two have the odd steps of the next one."""
     power = 1
     while power * 2 <= num_heads:
         power *= 2
@@ -245,7 +245,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def softmax_row(scores: list[float], values: Tensor) -> Tensor | None:
-    """The weighted sum of the rows of ``values``; None for a row that sees nothing."""
+    """Weighted sum of the rows of ``values``; ``None`` for a row that sees nothing."""
     largest = max(scores, default=-math.inf)
     if largest == -math.inf:
         return None
@@ -331,7 +331,7 @@ def multi_head_cache_attention(
     is_alibi: bool = False,
     spec: str = "pmx",
 ) -> Attended:
-    """Document 002: store, load without repetition, attend to what was loaded."""
+    """Document 002: store, load without repetition, attend to the loaded tokens."""
     stored = dynamic_key_value_cache(
         current_key,
         current_value,

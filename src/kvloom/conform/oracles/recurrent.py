@@ -1,4 +1,4 @@
-"""ONNX ``LinearAttention`` and ``CausalConvWithState``, one token and one number at a time."""
+"""Oracles of ONNX ``LinearAttention`` and ``CausalConvWithState``, one number at a time."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from kvloom.conform.oracles.paged import words
 
 State = list[list[float]]
-"""The recurrent state of one head, ``[d_k][d_v]``."""
+"""Recurrent state of one head, ``[d_k][d_v]``."""
 
 
 def decayed(state: State, decay: list[float]) -> State:
-    """Row i times ``exp(decay[i])``."""
+    """``state`` with row i multiplied by ``exp(decay[i])``."""
     return [[math.exp(g) * x for x in row] for g, row in zip(decay, state, strict=True)]
 
 
 def retrieved(state: State, key: list[float]) -> list[float]:
-    """The value that ``state`` has for ``key``: its transpose times ``key``."""
+    """Value that ``state`` has for ``key``: its transpose times ``key``."""
     return [sum(key[i] * state[i][j] for i in range(len(key))) for j in range(len(state[0]))]
 
 
 def corrected(state: State, key: list[float], value: list[float], rate: float) -> list[float]:
-    """The value that the delta rules write, of the state after its decay."""
+    """Value that the delta rules write, from the state after its decay."""
     return [rate * (v - r) for v, r in zip(value, retrieved(state, key), strict=True)]
 
 
@@ -36,7 +36,7 @@ def written(state: State, key: list[float], value: list[float]) -> State:
 def advanced(
     state: State, key: list[float], value: list[float], decay: list[float] | None, rate: float | None
 ) -> State:
-    """The state after one token."""
+    """State after one token."""
     if decay is not None:
         state = decayed(state, decay)
     if rate is not None:
@@ -45,12 +45,12 @@ def advanced(
 
 
 def read(before: State, after: State, query: list[float], scale: float) -> list[float]:
-    """The output of one query head, which sees its own token."""
+    """Output of one query head, which sees its own token."""
     return [scale * x for x in retrieved(after, query)]
 
 
 def query_head_reads(head: int, q_num_heads: int, kv_num_heads: int) -> int:
-    """The state that a query head reads."""
+    """Number of the state that a query head reads."""
     return head // (q_num_heads // kv_num_heads)
 
 
@@ -68,7 +68,7 @@ def linear_attention(
     update_rule: str = "gated_delta",
     chunk_size: int = 64,
 ) -> dict[str, Tensor]:
-    """Sums are in float64 and rounded once at the end; ``chunk_size`` has no effect."""
+    """``LinearAttention`` with float64 sums, rounded once at the end; ``chunk_size`` has no effect."""
     assert update_rule in ("linear", "gated", "delta", "gated_delta")
     batch, count, width = query.shape
     d_k, d_v = width // q_num_heads, value.shape[2] // kv_num_heads
@@ -112,7 +112,7 @@ def activated(x: float, activation: str) -> float:
 
 
 def convolved(window: list[float], kernel: list[float], bias: float, activation: str) -> float:
-    """One output of the last ``len(kernel)`` inputs, the newest of which meets the last weight."""
+    """Output for the last ``len(kernel)`` inputs; the last weight multiplies the last input."""
     return activated(sum(x * w for x, w in zip(window, kernel, strict=True)) + bias, activation)
 
 
@@ -124,7 +124,7 @@ def causal_conv_with_state(
     *,
     activation: str = "none",
 ) -> dict[str, Tensor]:
-    """A cross-correlation, as ``Conv`` with a group of each channel; the state is the last inputs."""
+    """Cross-correlation, as ``Conv`` with a group for each channel; the state is the last inputs."""
     batch, channels, count = input.shape
     size = weight.shape[2]
     padded = torch.zeros(batch, channels, size - 1 + count, dtype=input.dtype)
