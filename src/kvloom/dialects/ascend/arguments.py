@@ -28,7 +28,7 @@ DTYPES: Final = (
 
 
 def read_mode(name: str, mode: str | None, allowed: tuple[str, ...]) -> str:
-    """A mode by its name; ``None`` and ``""`` mean the first."""
+    """Check a mode's name; ``None`` and ``""`` mean the first."""
     if mode is None or mode == "":
         return allowed[0]
     if mode not in allowed:
@@ -37,16 +37,16 @@ def read_mode(name: str, mode: str | None, allowed: tuple[str, ...]) -> str:
 
 
 def present(x: Tensor | None) -> Tensor | None:
-    """``None`` for a value that is not there, which upstream writes as ``[]`` or as a 0-dim tensor."""
+    """``x``, or ``None`` if it is absent, which upstream writes as ``[]`` or as a 0-dim tensor."""
     absent = isinstance(x, Tensor) and (x.ndim == 0 or (x.ndim == 1 and x.numel() == 0))
     return None if absent else x
 
 
 def expect_apart(reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor | None]) -> None:
-    """Check that nothing that is read shares memory with what is written.
+    """Check that no tensor to read shares memory with one to write.
 
     Raises:
-        ShapeError: names the two.
+        ShapeError: two share memory; names them.
     """
     for name, x in reads.items():
         for other_name, other in writes.items():
@@ -95,14 +95,14 @@ def expect_fits(name: str, cache: Tensor, opened: KVView, x: Tensor, *, heads: i
     wanted, held = (heads, size), (opened.num_heads, opened.key.head_dim)
     if nz and cache.ndim == 5:
         held = (cache.shape[1], cache.shape[2] * cache.shape[4])
-    elif nz:  # the 4-D form does not tell where a head ends
+    elif nz:  # the 4-D form does not have the size of a head
         wanted = (1, heads * size)
     if held != wanted:
         raise ShapeError(f"{name} must hold {heads} heads of {size} elements, got {list(cache.shape)}")
 
 
 def choose_rule(key_rank: int, cache_mode: str, scatter_mode: str, *, has_offset: bool) -> str:
-    """The rule by which tokens are placed: ``scatter_mode`` but for padded keys, which imply one."""
+    """Rule that places tokens: ``scatter_mode``, except for padded keys, which imply one."""
     if cache_mode == "PA_NZ" and (key_rank != 3 or scatter_mode != "None"):
         raise ArgumentError(
             f"scatter_mode must be 'None' and key 3-D in PA_NZ, got {scatter_mode!r} and {key_rank}-D"

@@ -1,4 +1,4 @@
-"""The mean of a window for Rope compression: an exact sum, one division, one rounding."""
+"""Mean of a window for Rope compression: an exact sum, one division, one rounding."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ def group_means(rows: Tensor, group: Tensor, num_groups: int, counts: Tensor) ->
     the low 32 bits count, as in an accumulator of that width.
 
     Args:
-        rows: ``[N, D]``, any dtype that the operator takes.
+        rows: ``[N, D]``, any dtype that the operator supports.
         group: Group of each row, ``[N]`` int64; ``num_groups`` for rows that belong to none.
         num_groups: G.
         counts: Rows in each group, ``[G]`` int64; groups without rows give 0.
@@ -21,7 +21,7 @@ def group_means(rows: Tensor, group: Tensor, num_groups: int, counts: Tensor) ->
     """
     dtype = rows.dtype
     wide = torch.float64 if dtype.is_floating_point else torch.int64
-    # Rows of no group are sent to one more group: they may hold NaN, which must not be multiplied away.
+    # Rows of no group are added to an extra group: they may have NaN, which a factor of 0 does not remove.
     total = torch.zeros(num_groups + 1, rows.shape[1], dtype=wide, device=rows.device)
     total = total.index_add(0, group, rows.to(wide))[:num_groups]
     count = counts.clamp_min(1).unsqueeze(1)

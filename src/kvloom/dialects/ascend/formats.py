@@ -24,8 +24,8 @@ def open_caches(
 ) -> tuple[KVView, KVView | None]:
     """Canonical views of the key cache and of the value cache, which have the same blocks and slots.
 
-    A ``layout`` of ``None`` is FRACTAL_NZ, of which the pieces run over all heads: it is viewed as one head
-    of ``H * D`` elements. Each side may have its own dtype, and so its own piece.
+    A ``layout`` of ``None`` is FRACTAL_NZ, whose chunks span all heads: it is viewed as one head of ``H * D``
+    elements. Each side may have its own dtype, and so its own chunk.
     """
     key = _open("key_cache", layout, key_cache)
     if value_cache is None:
@@ -42,9 +42,9 @@ def open_caches(
 def store_sides(
     rows: tuple[Tensor, Tensor | None], slots: Tensor, caches: tuple[KVView, KVView | None]
 ) -> None:
-    """Store keys ``[T, H, D]`` and values in their caches, in one call where they have one dtype.
+    """Store keys ``[T, H, D]`` and values in their caches, in one call if they have one dtype.
 
-    Of two calls the second must not fail, so whatever ``store`` refuses must have been refused before.
+    The second of two calls must not fail, so the caller has made all checks of ``store`` before.
     """
     (key, value), (keys, values) = rows, caches
     if value is None or values is None:
@@ -65,7 +65,7 @@ def _open(name: str, layout: CacheLayout | None, cache: Tensor) -> KVView:
 
 
 def _as_4d_nz(name: str, cache: Tensor) -> Tensor:
-    """A FRACTAL_NZ cache as ``[nb, H * D / last, bs, last]``, a view."""
+    """View of a FRACTAL_NZ cache as ``[nb, H * D / last, bs, last]``."""
     last = _PIECE_BYTES // cache.itemsize
     if cache.ndim not in (4, 5) or cache.shape[-1] != last:
         raise ShapeError(
@@ -108,7 +108,7 @@ def nz_to_nd(cache: Tensor, num_heads: int) -> Tensor:
 
     Args:
         cache: ``[nb, H * D / last, bs, last]``.
-        num_heads: H, which the format does not tell.
+        num_heads: H, which the format does not have.
 
     Returns:
         A new contiguous tensor ``[nb, bs, H, D]``.

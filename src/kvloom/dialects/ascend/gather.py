@@ -32,7 +32,7 @@ def gather_pa_kv_cache(
 ) -> None:
     """Copy the tokens of every sequence into ``key`` and ``value``, packed in batch order, in place.
 
-    Rows after the last token are left alone; tokens that do not fit are left out. A token whose block is not
+    Rows after the last token are not changed; tokens that do not fit are dropped. A token whose block is not
     in the table or not in the cache reads as zero.
 
     Args:
@@ -86,7 +86,7 @@ def gather_pa_kv_cache(
         _check_values(seq_lens, seq_offset, is_seq_lens_cumsum)
     if sizes["B"] == 0 or num_rows == 0:
         return
-    # Tokens after the last row are left out, so no length need be longer than the rows, nor a sum overflow.
+    # Tokens after the last row are dropped, so lengths are limited to the rows, and no sum overflows.
     starts = seq_lens.long() if is_seq_lens_cumsum else prefix_sums(seq_lens.clamp(max=num_rows))
     slots = _slots(caches[0], block_tables, starts, seq_offset, num_rows)
     rows = (_load(caches[0], slots), None if caches[1] is None else _load(caches[1], slots))
@@ -95,7 +95,7 @@ def gather_pa_kv_cache(
 
 
 def _check_values(seq_lens: Tensor, seq_offset: Tensor | None, is_seq_lens_cumsum: bool) -> None:
-    if is_seq_lens_cumsum:  # compared without a difference, which could wrap around
+    if is_seq_lens_cumsum:  # compared without a difference, which could overflow
         wrong = bool(seq_lens[0] != 0) or bool((seq_lens[1:] < seq_lens[:-1]).any())
     else:
         wrong = bool((seq_lens < 0).any())
@@ -106,7 +106,7 @@ def _check_values(seq_lens: Tensor, seq_offset: Tensor | None, is_seq_lens_cumsu
 
 
 def _output(name: str, x: Tensor, cache: KVView, nz: bool) -> KVView:
-    """``x`` as a cache of N slots with the heads and elements of ``cache``."""
+    """View of ``x`` as a cache of N slots with the heads and elements of ``cache``."""
     heads, size = cache.num_heads, cache.key.head_dim
     fits = x.ndim in (2, 3) and x.shape[1:].numel() == size if nz else tuple(x.shape[1:]) == (heads, size)
     if not fits or x.ndim < 2:
@@ -119,7 +119,7 @@ def _output(name: str, x: Tensor, cache: KVView, nz: bool) -> KVView:
 
 
 def _slots(cache: KVView, table: Tensor, starts: Tensor, seq_offset: Tensor | None, num_rows: int) -> Tensor:
-    """Slot of each output row, -1 where its block does not exist."""
+    """Slot of each output row, -1 if its block does not exist."""
     sequence, position = ragged_positions(starts, total=num_rows)
     column = position // cache.block_size
     if seq_offset is not None:
@@ -135,7 +135,7 @@ def _slots(cache: KVView, table: Tensor, starts: Tensor, seq_offset: Tensor | No
 
 
 def _load(cache: KVView, slots: Tensor) -> Tensor:
-    """Rows ``[N, H, D]`` of the slots; zeros where there is none."""
+    """Load rows ``[N, H, D]`` of the slots; zeros for negative slots."""
     if cache.num_slots == 0:
         return cache.key.cache.new_zeros(slots.shape[0], cache.num_heads, cache.key.head_dim)
     found = ops.load(slots.clamp_min(0), cache)[0]

@@ -1,7 +1,7 @@
-"""Nct: new tokens somewhere in the memory behind ``key`` and ``value``, by a stride and an offset.
+"""Nct: new tokens anywhere in the storage of ``key`` and ``value``, by a stride and an offset.
 
-``key`` declares the shape ``[T, H, D]`` and where counting begins; token t is the ``H * D`` elements from
-``offset + t * stride`` on.
+``key`` has the shape ``[T, H, D]`` and the start; token t is the ``H * D`` elements from ``offset + t *
+stride`` on.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,13 @@ LIB: Final = torch.library.Library("kvloom", "FRAGMENT")
 def read_uncollected(
     key: Tensor, value: Tensor | None, strides: Sequence[int] | None, offsets: Sequence[int] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens that ``strides`` and ``offsets`` describe, in elements from a tensor's first.
+    """Read the tokens at ``strides`` and ``offsets``, in elements from a tensor's first.
 
-    Views, but copies while tracing: a compiler sees of a tensor's memory only what the tensor covers.
+    Returns views, but copies while tracing: a compiler sees only the part of a storage that the tensor
+    covers.
 
     Raises:
-        ArgumentError: no pair of numbers, or one that leaves the memory of its tensor.
+        ArgumentError: they are no pair of numbers, or one leads outside the storage of its tensor.
     """
     if strides is None and offsets is None:
         return key, value
@@ -82,4 +83,4 @@ LIB.define("collect(Tensor x, SymInt stride, SymInt offset, str name) -> Tensor"
 LIB.impl("collect", _collect, "CompositeExplicitAutograd")
 torch.library.register_fake("kvloom::collect", _collect_fake, lib=LIB)
 collect = torch.ops.kvloom.collect.default
-"""The same as a copy: an operator, which a compiler does not look into. It reads memory that ``x`` hides."""
+"""Copying variant: an operator, opaque to a compiler, since it reads the storage outside ``x``."""

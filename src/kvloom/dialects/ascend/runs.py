@@ -28,7 +28,7 @@ COMPRESSING: Final = ("Alibi", "Rope", "Omni")
 
 
 class Runs(NamedTuple):
-    """The runs of one call, each tensor ``[B, H]`` int64 but ``lengths`` ``[B, 1]``; ``dtype`` as given."""
+    """Runs of one call; tensors are ``[B, H]`` int64, but ``lengths`` is ``[B, 1]``; ``dtype`` as given."""
 
     mode: str
     dtype: torch.dtype
@@ -38,30 +38,30 @@ class Runs(NamedTuple):
 
     @property
     def compressed(self) -> Tensor:
-        """Which runs drop or average a window, ``[B, H]`` bool; always in Alibi."""
+        """Mask of runs that drop or average a window, ``[B, H]`` bool; always true in Alibi."""
         if self.mode == "Alibi":
             return torch.ones_like(self.win, dtype=torch.bool)
         return (self.off != -1) & (self.win != 0) & (self.off != self.lengths)
 
     @property
     def num_slots(self) -> Tensor:
-        """Slots that each run takes, ``[B, H]``."""
+        """Number of slots of each run, ``[B, H]``."""
         if self.mode == "Alibi":
             return self.win
         shorter = self.lengths - self.win + (self.mode == "Rope")
         return torch.where(self.compressed, shorter, self.lengths)
 
     def check(self) -> None:
-        """Refuse windows outside their sequence.
+        """Check that windows are inside their sequence.
 
         Raises:
-            ArgumentError: names the argument and the first run that is wrong.
+            ArgumentError: one is not; names the argument and the first such run.
         """
         for length in self.lengths[self.lengths < 0].tolist()[:1]:
             raise ArgumentError(f"seq_lens must be at least 0, got {length}")
         self._refuse((self.win < 0) | (self.win > self.lengths), "compress_lens", self.win)
         if self.mode != "Alibi":
-            # Compared without a sum, which could wrap around.
+            # Compared without a sum, which could overflow.
             late = self.compressed & (self.off > self.lengths - self.win)
             self._refuse((self.off < -1) | late, "compress_seq_offset", self.off)
 
@@ -73,7 +73,7 @@ class Runs(NamedTuple):
             )
 
     def places(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The target slot of each source token.
+        """Target slot of each source token.
 
         Args:
             sequence: ``[T]`` int64.
@@ -81,8 +81,7 @@ class Runs(NamedTuple):
 
         Returns:
             ``(place, is_averaged)``, both ``[T, H]``: the place in the run, -1 for tokens that are not
-            written, and whether Rope replaces the token and others by their mean, which takes the place
-            of the first.
+            written; and whether Rope replaces the token and others by their mean, at the place of the first.
         """
         lengths, win, off = self.lengths[sequence], self.win[sequence], self.off[sequence]
         t = position.unsqueeze(1)
@@ -106,9 +105,9 @@ def read_runs(
     *,
     heads: int = 0,
 ) -> Runs:
-    """Check the shapes and dtypes of what describes the runs and bring them to ``[B, H]``.
+    """Check the shapes and dtypes of the arguments that describe runs, and convert them to ``[B, H]``.
 
-    H follows from them; ``heads`` is it where there are no sequences to tell.
+    H follows from them; ``heads`` is used if there are no sequences.
 
     Raises:
         ArgumentError: an argument that ``mode`` needs is missing, or one is given that it does not use.
@@ -154,7 +153,7 @@ def _heads_of(name: str, x: Tensor, batch: int, seq_lens: Tensor) -> int:
 def run_lengths(
     scatter_mode: str, seq_lens: Tensor, compress_lens: Tensor, compress_seq_offset: Tensor | None = None
 ) -> Tensor:
-    """Slots that the run of each (sequence, head) takes, to lay them out before a call.
+    """Number of slots of the run of each (sequence, head), to lay them out before a call.
 
     Args:
         scatter_mode: ``"Alibi"``, ``"Rope"`` or ``"Omni"``.
@@ -177,20 +176,20 @@ def run_lengths(
 
 
 def plan_slots(lengths: Tensor, block_size: int = 1, start: int = 0) -> tuple[Tensor, int]:
-    """Lay runs one after the other, each from the first slot of a block.
+    """Lay out runs one after the other, each from the first slot of a block.
 
     Args:
         lengths: Slots of each run, any shape, as from ``run_lengths``.
         block_size: Slots in a block; 1 leaves no gaps.
-        start: First slot that may be taken; the first run begins at the next block.
+        start: First slot that may be used; the first run begins at the next block.
 
     Returns:
         ``(slot_mapping, end)``: the first slot of each run, int64 in the shape of ``lengths``, and the slot
-        after the last block taken.
+        after the last block.
 
     Raises:
-        ArgumentError: a length or ``start`` is negative, ``block_size`` is not positive, or a slot would be
-            none of int64.
+        ArgumentError: a length or ``start`` is negative, ``block_size`` is not positive, or a slot would
+            exceed int64.
     """
     expect_range("block_size", block_size, 1, INT64_END)
     start = -(-expect_range("start", start, 0, INT64_END - block_size) // block_size) * block_size
@@ -202,7 +201,7 @@ def plan_slots(lengths: Tensor, block_size: int = 1, start: int = 0) -> tuple[Te
     if not torch.compiler.is_compiling():
         if bool((lengths < 0).any()):
             raise ArgumentError(f"lengths must not be negative, got {int(lengths.min())}")
-        # Of two numbers that are not negative a sum that wraps around is negative.
+        # The sum of two non-negative numbers is negative after an overflow.
         if any(bool((x < 0).any()) for x in (rounded, sums, ends)):
             raise ArgumentError(
                 f"lengths must fit before slot 2**63 in blocks of {block_size} from slot {start} on, "
@@ -212,7 +211,7 @@ def plan_slots(lengths: Tensor, block_size: int = 1, start: int = 0) -> tuple[Te
 
 
 def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, block_size: int) -> Tensor:
-    """Slots of new tokens whose sequences live in blocks.
+    """Slots of new tokens whose sequences are stored in blocks.
 
     Args:
         block_table: Block ids ``[B, M]`` int32 or int64.
@@ -225,7 +224,7 @@ def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, 
 
     Raises:
         ShapeError: rank, size or dtype does not fit.
-        ArgumentError: a token lies after the last column of its row, or its slot would be none of int64.
+        ArgumentError: a token lies after the last column of its row, or its slot would exceed int64.
     """
     sizes = expect("block_table", block_table, "B M", dtype=INDEX_DTYPES)
     for name, x in (("positions_start", positions_start), ("lengths", lengths)):
@@ -242,10 +241,10 @@ def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, 
 
 
 def _check_positions(first: Tensor, lengths: Tensor, num_blocks: int, block_size: int) -> None:
-    """Refuse tokens outside the ``num_blocks`` blocks of their row."""
+    """Check that tokens are inside the ``num_blocks`` blocks of their row."""
     if bool((lengths < 0).any()):
         raise ArgumentError(f"lengths must be at least 0, got {int(lengths.min())}")
-    # Compared without a sum, which could wrap around.
+    # Compared without a sum, which could overflow.
     room = min(num_blocks * block_size, INT64_END - 1)
     outside = (lengths > 0) & ((first < 0) | (first > room - lengths))
     for b in outside.nonzero().flatten().tolist()[:1]:

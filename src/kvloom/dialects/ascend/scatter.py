@@ -1,4 +1,4 @@
-"""ScatterPaKvCache: write new keys and values into a paged cache, whole or compressed head by head.
+"""ScatterPaKvCache: write new keys and values to a paged cache, whole or compressed head by head.
 
 ========  ==========  =============================  =================================================
 scenario  cache_mode  scatter_mode                   where a token goes
@@ -52,10 +52,10 @@ def scatter_pa_kv_cache(
     strides: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
 ) -> None:
-    """Write ``key`` and ``value`` into ``key_cache`` and ``value_cache``, in place.
+    """Write ``key`` and ``value`` to ``key_cache`` and ``value_cache``, in place.
 
-    Bits are copied, whatever the dtype, but for the averaged token of Rope (one rounding of an exact mean).
-    Where two tokens go to one slot the last wins on the CPU; elsewhere one of them does.
+    Bits are copied for every dtype, except for the averaged token of Rope (one rounding of an exact mean). If
+    two tokens have one slot, the last is written on the CPU; elsewhere one of them.
 
     Args:
         key: ``[T, H, Dk]``, or padded ``[B, S, H, Dk]`` (scenario 3); any strides, a float, an integer of up
@@ -109,7 +109,7 @@ def scatter_pa_kv_cache(
             rule, compress_lens=compress_lens, compress_seq_offset=compress_seq_offset, seq_lens=seq_lens
         )
         rows = (key, value)
-        if nz:  # one head of all features, as its caches are viewed
+        if nz:  # one head of all features, as in the views of its caches
             rows = (_one_head(key), None if value is None else _one_head(value))
         if slot_mapping.ndim != 1 or slot_mapping.shape[0] != key.shape[0]:
             raise ShapeError(f"slot_mapping must be [{key.shape[0]}], got {list(slot_mapping.shape)}")
@@ -127,7 +127,7 @@ def _one_head(x: Tensor) -> Tensor:
 def _plan_runs(
     runs: Runs, key: Tensor, value: Tensor | None, slot_mapping: Tensor, caches: tuple[KVView, KVView | None]
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
-    """Rows of one head and the slot of each, -1 for those that are not written; nothing here synchronizes."""
+    """Rows of one head and the slot of each, -1 if it is not written; without synchronization."""
     batch, heads = runs.win.shape
     if key.shape[-2] != heads or (key.ndim == 4 and key.shape[0] != batch):
         raise ShapeError(
@@ -166,7 +166,7 @@ def _plan_runs(
 
 
 def _with_means(x: Tensor, runs: Runs, run: Tensor, is_averaged: Tensor, slots: Tensor) -> Tensor:
-    """``x`` ``[T * H, D]`` in which the first token of each window is the mean of the window."""
+    """``x`` ``[T * H, D]`` with the first token of each window replaced by the mean of the window."""
     num_runs = runs.win.numel()
     means = group_means(x, torch.where(is_averaged, run, num_runs), num_runs, runs.win.flatten())
     first = (is_averaged & (slots >= 0)).unsqueeze(1)
@@ -191,7 +191,7 @@ def _check_runs(runs: Runs, key: Tensor, first: Tensor, num_slots: int) -> None:
 
 
 def _last_wins(slots: Tensor, rank: Tensor | None = None) -> Tensor:
-    """``slots`` in which all but the last of equal ones are skipped; the last by ``rank``, if given."""
+    """``slots`` with all but the last of equal ones set to skip; the order is that of ``rank``, if given."""
     order = slots.argsort(stable=True) if rank is None else rank.argsort(stable=True)
     if rank is not None:
         order = order[slots[order].argsort(stable=True)]

@@ -1,8 +1,7 @@
-"""The same operators under torch_npu's names, argument order and defaults: change one import to port code.
+"""Operators of Ascend with torch_npu's names, argument order and defaults: change one import to port code.
 
-Mind the differences to ``kvloom.dialects.ascend`` that torch_npu has: the default ``cache_mode`` is
-``"PA_NZ"``, and the offsets are called ``compress_seq_offsets``. For keys only pass ``torch.empty(0)`` for
-values and their cache, as there.
+As in torch_npu, and unlike ``kvloom.dialects.ascend``, the default ``cache_mode`` is ``"PA_NZ"``, and the
+offsets are called ``compress_seq_offsets``. For keys only pass ``torch.empty(0)`` as values and their cache.
 """
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from kvloom.dialects.ascend.scatter import scatter_pa_kv_cache
 
 
 def _clone(x: Tensor) -> Tensor:
-    """A copy of what is a tensor; all else is for the operator to refuse, or to take for absent."""
+    """Copy of a tensor; anything else is returned for the operator to check."""
     return x.clone() if isinstance(x, Tensor) else x
 
 
@@ -104,7 +103,7 @@ def npu_gather_pa_kv_cache(
     seq_offset: Tensor | None = None,
     is_seq_lens_cumsum: bool = False,
 ) -> None:
-    """``ascend.gather_pa_kv_cache``; the format, which an NPU tensor carries, is told by the shapes.
+    """``ascend.gather_pa_kv_cache``; the format, a property of NPU tensors, follows from the shapes.
 
     A 4-D cache whose last two axes are those of ``key`` is Norm; any other is PA_NZ.
     """
@@ -133,7 +132,7 @@ def npu_gather_pa_kv_cache_functional(
     seq_offset: Tensor | None = None,
     is_seq_lens_cumsum: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``npu_gather_pa_kv_cache`` into copies of ``key`` and ``value``, which are returned."""
+    """``npu_gather_pa_kv_cache`` to copies of ``key`` and ``value``, which are returned."""
     key, value = _clone(key), _clone(value)
     npu_gather_pa_kv_cache(
         key_cache,

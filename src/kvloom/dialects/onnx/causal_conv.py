@@ -1,4 +1,4 @@
-"""``CausalConvWithState`` of ONNX: a convolution over the newest tokens, of which it keeps the last ones."""
+"""``CausalConvWithState`` of ONNX: a causal convolution whose state is the last inputs."""
 
 from typing import Final
 
@@ -22,7 +22,7 @@ def causal_conv_with_state(
 ) -> tuple[Tensor, Tensor]:
     """Convolve each channel with its own kernel over the ``k`` inputs up to its own position.
 
-    As in ``Conv``, the kernel is not flipped: its last weight meets the newest input. Sums are in float32, in
+    As in ``Conv``, the kernel is not flipped: its last weight multiplies the last input. Sums are float32, in
     the order of the kernel, so that without an activation a text has the same bits however it is cut into
     calls.
 
@@ -30,12 +30,12 @@ def causal_conv_with_state(
         input: ``[B, C, T]`` float32, float16 or bfloat16.
         weight: ``[C, 1, k]``, dtype of ``input``.
         bias: ``[C]``, dtype of ``input``; ``None``: none.
-        past_state: ``[B, C, k - 1]``, dtype of ``input``: the inputs before; ``None``: zeros.
+        past_state: ``[B, C, k - 1]``, dtype of ``input``: the earlier inputs; ``None``: zeros.
         activation: ``"silu"`` or ``"swish"``, x times its sigmoid; or ``"none"``.
 
     Returns:
-        ``output`` ``[B, C, T]``, and ``present_state`` ``[B, C, k - 1]``, the last inputs, those of
-        ``past_state`` among them where there are fewer new ones.
+        ``output`` ``[B, C, T]``, and ``present_state`` ``[B, C, k - 1]``, the last inputs, including those of
+        ``past_state`` if there are fewer new ones.
 
     Raises:
         KVError: an argument does not fit the document.

@@ -1,4 +1,4 @@
-"""``LinearAttention`` of ONNX: attention whose cache is one matrix for each head, at any length of text."""
+"""``LinearAttention`` of ONNX: attention whose cache is one matrix for each head, for any length of text."""
 
 import math
 from typing import Final
@@ -35,14 +35,14 @@ def linear_attention(
     ``linear``: S += k v^T. ``gated``: S decays by exp(decay) before. ``delta``: S += beta k (v - S^T k)^T.
     ``gated_delta``: both, the delta from the decayed state. A query then reads scale * S^T q.
 
-    Tokens are computed ``chunk_size`` at a time by products of matrices, in float32; with ``chunk_size=1``
-    one after the other. Both are within rounding of each other. Cut at a multiple of ``chunk_size``, with a
-    float32 state, the parts of a text have the bits of the whole. What is not finite may spread over the
-    tokens of its chunk, and to all after it.
+    ``chunk_size`` tokens at a time are computed by matrix products in float32; with ``chunk_size=1`` one
+    after the other. Both are equal within rounding. With a float32 state, a text that is cut at multiples of
+    ``chunk_size`` has the bits of the whole. A number that is not finite may spread to its chunk, and to all
+    later tokens.
 
     Args:
         query: ``[B, T, q_num_heads * K]`` float32, float16 or bfloat16.
-        key: ``[B, T, kv_num_heads * K]``, dtype of ``query``. The delta rules want vectors of length 1.
+        key: ``[B, T, kv_num_heads * K]``, dtype of ``query``. The delta rules need vectors of length 1.
         value: ``[B, T, kv_num_heads * V]``, dtype of ``query``.
         past_state: ``[B, kv_num_heads, K, V]`` float32, float16 or bfloat16; ``None``: zeros. In half
             precision it is rounded at every call.
@@ -50,11 +50,11 @@ def linear_attention(
             element of a key, or ``[B, T, kv_num_heads]`` for each head. ``None`` for the other rules.
         beta: Update rates of the ``delta`` rules, dtype of ``query``: ``[B, T, kv_num_heads]``, or
             ``[B, T, 1]`` for all heads. ``None`` for the other rules.
-        q_num_heads: A multiple of ``kv_num_heads``; neighboring query heads read the same state.
-        kv_num_heads: States of each sequence.
+        q_num_heads: A multiple of ``kv_num_heads``; adjacent query heads read the same state.
+        kv_num_heads: Number of states of each sequence.
         scale: Factor of the output; 0: 1 / sqrt(K).
         update_rule: ``"linear"``, ``"gated"``, ``"delta"`` or ``"gated_delta"``.
-        chunk_size: Tokens that are computed at once. ``decay`` for each element takes memory of its square.
+        chunk_size: Number of tokens computed at once. ``decay`` for each element needs memory of its square.
 
     Returns:
         ``output`` ``[B, T, q_num_heads * V]`` in the dtype of ``query``, and ``present_state``, shaped as
@@ -120,13 +120,13 @@ def linear_attention(
 
 
 def _dim(name: str, x: Tensor, heads: int) -> int:
-    """Elements of each head, which lie side by side on the last axis."""
+    """Number of elements of each head; heads are concatenated on the last axis."""
     if x.shape[2] == 0 or x.shape[2] % heads:
         raise ShapeError(f"{name} must be a positive multiple of {heads} wide, got {list(x.shape)}")
     return x.shape[2] // heads
 
 
 def _of_chunk(x: Tensor, tokens: slice, heads: int, group: int = 1) -> Tensor:
-    """``[B, heads, group, C, D]`` in float32, in its own memory: bits do not depend on where a chunk lies."""
+    """Copy a chunk to ``[B, heads, group, C, D]`` in float32: bits do not depend on its place in memory."""
     found = x[:, tokens].unflatten(2, (heads, group, -1)).permute(0, 2, 3, 1, 4)
     return torch.empty(found.shape, dtype=torch.float32, device=x.device).copy_(found)

@@ -11,11 +11,11 @@ from torch import Tensor
 def attend_chunk(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, decay: Tensor | None, beta: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What the tokens of a chunk read, and the state after the last of them.
+    """Outputs of the tokens of a chunk, and the state after the last one.
 
     The state after token i is a sum: the state before the chunk and the outer products of keys and values up
-    to i, each decayed by all tokens between. A delta rule writes u_i for v_i, which depends on the u_j
-    before:
+    to i, each decayed by all tokens between. A delta rule replaces v_i by u_i, which depends on the earlier
+    u_j:
 
         u_i + beta_i * sum over j < i of (k_i . k_j, decayed) u_j = beta_i * (v_i - k_i . state, decayed)
 
@@ -47,16 +47,16 @@ def attend_chunk(
 
 
 def decay_spans(decay: Tensor) -> Tensor:
-    """What is left at token i of the state before the chunk (column 0) and of token j (column j + 1).
+    """Decay until token i of the state before the chunk (column 0) and of token j (column j + 1).
 
-    Each is the exponential of a sum of the decays between, never of a difference of sums: that of large sums
-    would cancel, and one token that forgets all (minus infinity) would make the rest of its chunk NaN.
+    Each is the exponential of a sum of the decays between, never of a difference of sums: differences of
+    large sums cancel, and one token that forgets all (minus infinity) would make the rest of its chunk NaN.
 
     Args:
         decay: Logarithms ``[..., C, K]``.
 
     Returns:
-        ``[..., C, C + 1, K]``, 0 where token j comes after token i.
+        ``[..., C, C + 1, K]``, 0 if token j is after token i.
     """
     count = decay.shape[-2]
     grid = torch.ones(count, count + 1, dtype=torch.bool, device=decay.device)

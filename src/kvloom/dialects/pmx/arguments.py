@@ -23,7 +23,7 @@ KEY_DTYPES: Final = (*FLOAT_DTYPES, torch.int8)
 
 
 class CacheAttributes(NamedTuple):
-    """The attributes by which every operator describes its cache."""
+    """Attributes of the cache that all operators have."""
 
     num_layer: int
     layer_idx: int
@@ -38,7 +38,7 @@ def open_cache(
     new: tuple[Tensor, Tensor],
     attributes: CacheAttributes,
 ) -> KVView:
-    """View one layer of ``cache``, checked against the ``new`` key and value and the attributes."""
+    """View one layer of ``cache``; checks it against the ``new`` key and value and the attributes."""
     current_key, current_value = new
     num_layer, layer_idx, quant_bit, quant_group = attributes
     num_heads, head_dim = current_key.shape[-2:]
@@ -116,7 +116,7 @@ def expect_new(current_key: Tensor, current_value: Tensor, axes: str) -> dict[st
 
 
 def flag(name: str, value: bool | int) -> bool:
-    """A bool, also where it is an ONNX attribute: 0 or 1.
+    """Convert a bool or an ONNX attribute, 0 or 1, to a bool.
 
     Raises:
         ArgumentError: anything else.
@@ -127,7 +127,7 @@ def flag(name: str, value: bool | int) -> bool:
 
 
 def scalar(name: str, value: int | Tensor) -> int:
-    """An int from an int, a 0-d or a one-element tensor."""
+    """Convert an int, a 0-d or a one-element tensor to an int."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dtype not in INDEX_DTYPES:
             raise ShapeError(f"{name} must be a scalar int64, got {value.dtype} {list(value.shape)}")
@@ -143,7 +143,7 @@ def expect_lengths(seqstarts: Tensor, kvstarts: Tensor, num_tokens: int, device:
     expect("kvstarts", kvstarts, "B+1", dtype=INDEX_DTYPES, device=device, **{"B+1": batch + 1})
     if can_read(seqstarts):
         for name, starts in (("seqstarts", seqstarts), ("kvstarts", kvstarts)):
-            # Compared without a difference, which could wrap around.
+            # Compared without a difference, which could overflow.
             if int(starts[0]) != 0 or bool((starts[1:] < starts[:-1]).any()):
                 raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts.tolist()}")
         if int(seqstarts[-1]) != num_tokens:
@@ -156,9 +156,9 @@ def expect_lengths(seqstarts: Tensor, kvstarts: Tensor, num_tokens: int, device:
 def open_index(
     kv: KVView, cachestarts: Tensor, kvstarts: Tensor, *, batch: int, cache_mode: int, page_size: int
 ) -> CacheIndex:
-    """The index in the format of ``cache_mode``, every token inside the cache.
+    """Index in the format of ``cache_mode``; checks that every token is inside the cache.
 
-    In mode 1 the rank tells a page table (2-D) from a token table (1-D).
+    In mode 1 ``cachestarts`` is a page table if 2-D, a token table if 1-D.
     """
     if not isinstance(cachestarts, Tensor):
         raise ShapeError(f"cachestarts must be a tensor, got {type(cachestarts).__name__}")

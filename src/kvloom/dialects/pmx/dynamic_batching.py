@@ -1,4 +1,4 @@
-"""The ``pmx.dynamic_batching`` operators: ragged batches, each sequence with its own place in the cache."""
+"""Operators of ``pmx.dynamic_batching``: ragged batches, each sequence with its own place in the cache."""
 
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ def key_value_cache(
     cache_layout: int = 0,
     page_size: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """Store the new tokens of every sequence, then return everything stored, packed in batch order.
+    """Store the new tokens of every sequence, then return all stored tokens, packed in batch order.
 
     All stores of a call happen before all loads, so sequences may share slots that one of them writes.
 
@@ -70,7 +70,7 @@ def key_value_cache(
         layer_idx: Layer to write and read.
         quant_bit: 0, 8 or 4.
         quant_group: Elements along D that share a scale.
-        num_repeat: Times that each head is repeated in a row in the result.
+        num_repeat: Number of times that each head is repeated in a row in the result.
         cache_mode: 0 offset, 1 table.
         cache_layout: 0 to 3.
         page_size: Slots in a page of a page table.
@@ -128,7 +128,7 @@ def multi_head_cache_attention(
     is_alibi: bool = False,
     spec: str = "pmx",
 ) -> Tensor:
-    """Store the new tokens of every sequence, then attend from them to everything stored.
+    """Store the new tokens of every sequence, then attend from them to all stored tokens.
 
     Equal to ``key_value_cache`` and then ``multi_head_attention``, without materializing keys and values.
 
@@ -235,7 +235,7 @@ def multi_head_attention(
 
 
 class _Batch(NamedTuple):
-    """The arguments that place a ragged batch in the cache."""
+    """Arguments that place a ragged batch in the cache."""
 
     seqstarts: Tensor
     kvstarts: Tensor
@@ -248,7 +248,7 @@ class _Batch(NamedTuple):
 
 
 def _plan(kv: KVView, current_key: Tensor, batch: _Batch) -> tuple[CacheIndex, Tensor]:
-    """Index of the batch and slots of its new tokens, every value checked."""
+    """Index of the batch and slots of its new tokens; checks every value."""
     seqstarts, kvstarts, start_pos = batch.seqstarts, batch.kvstarts, batch.start_pos
     num_sequences = expect_lengths(seqstarts, kvstarts, current_key.shape[0], kv.device)
     expect("start_pos", start_pos, "B", dtype=INDEX_DTYPES, device=kv.device, B=num_sequences)

@@ -25,7 +25,7 @@ def key_value_cache(
     num_repeat: int = 1,
     cache_layout: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Store new keys and values at ``start_pos`` and return everything stored so far.
+    """Store new keys and values at ``start_pos`` and return all tokens stored so far.
 
     Args:
         current_key: ``[B, S, H, D]`` float32, float16, bfloat16, or int8 with ``quant_bit`` 0.
@@ -39,12 +39,12 @@ def key_value_cache(
         layer_idx: Layer to write and read.
         quant_bit: 0, 8 or 4.
         quant_group: Elements along D that share a scale.
-        num_repeat: Times that each head is repeated in a row in the result.
+        num_repeat: Number of times that each head is repeated in a row in the result.
         cache_layout: 0 or 1.
 
     Returns:
-        ``(key, value)``, each ``[B, start_pos + S, H * num_repeat, D]`` in the dtype of ``current_key``. The
-        tokens just written are the dequantized ones.
+        ``(key, value)``, each ``[B, start_pos + S, H * num_repeat, D]`` in the dtype of ``current_key``.
+        Tokens just written are dequantized, too.
 
     Raises:
         KVError: an argument does not fit the document; nothing was written.

@@ -1,4 +1,4 @@
-"""A hook by which an exporter sees a call as a whole, before it falls apart into stores and loads."""
+"""Hook for an exporter, which sees whole calls instead of their stores and loads."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ _tracer: Tracer | None = None
 
 
 def traceable(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Hand calls of the operator that its document calls ``name`` to the tracer, if there is one."""
+    """Decorate an operator, ``name`` in its document, so that a tracer, if there is one, gets its calls."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -35,7 +35,7 @@ def traceable(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def tracing(tracer: Tracer) -> Iterator[None]:
-    """Within this context ``tracer(name, arguments)`` stands for every PMX operator, in all threads."""
+    """Context in which ``tracer(name, arguments)`` replaces every PMX operator, in all threads."""
     global _tracer  # noqa: PLW0603
     before, _tracer = _tracer, tracer
     try:
