@@ -1,1 +1,1 @@
-"""Measures what a kind of cache costs a model: bytes, speed, predictions; and commands that run a model."""
+"""Measurements of kinds of caches on a model: bytes, speed, predictions; and commands that run a model."""

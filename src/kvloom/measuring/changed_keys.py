@@ -1,8 +1,8 @@
-"""Builds statistics of real keys into any model with RoPE, for as long as it is measured.
+"""Hooks that give the keys of any model with RoPE the statistics of real keys, during a measurement.
 
-Before RoPE, hooks scale and shift what projections of keys and queries give, or the norms behind them.
+Before RoPE, hooks scale and shift the outputs of key and query projections, or of the norms after them.
 
-Shapes: W channels of what a module gives for a token, of H heads with D channels each; R of D are rotated.
+Shapes: W channels of a module's output for a token: H heads with D channels each, of which R are rotated.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,27 +22,27 @@ from kvloom.measuring.key_statistics import KeyStatistics
 from kvloom.measuring.quality import expect_decoder
 
 _TOKENS: Final = 256
-"""Pseudo-random tokens that keys are measured by."""
+"""Number of pseudo-random tokens to measure keys."""
 _EXACT: Final = 16.0
 """A power of two, which scales without rounding."""
 
 
 @contextmanager
 def changed_keys(model: Any, statistics: KeyStatistics) -> Iterator[None]:
-    """Within this context the keys of all layers have such statistics, the same ones each time.
+    """Context in which the keys of all layers have these statistics, the same each time.
 
     Outliers keep the model's function, up to rounding: queries are divided by what keys are multiplied by.
-    Biases do not: they add a function of the distance to the scores, as those of real models do, of about the
-    size of what the pair added before, which is lost: its queries are divided by the bias's standard
+    Biases do not: as in real models, they add a function of the distance to the scores. It has about the size
+    of what the pair added before, which is lost: the pair's queries are divided by the bias's standard
     deviations.
 
     Args:
         model: A ``PreTrainedModel`` whose attentions have ``q_proj`` and ``k_proj``, with or without norms
-            behind them, and RoPE which pairs the first half of what it rotates with the second.
-        statistics: What sticks out.
+            after them, and RoPE that pairs the first half of the rotated channels with the second.
+        statistics: Outliers and biases of the keys.
 
-    Raises:
-        UnsupportedError: the model is another one, or none that generates by a decoder alone.
+        Raises:
+            UnsupportedError: the model is another one, or does not generate by a decoder alone.
     """
     if not (statistics.outliers or statistics.biases):
         yield
@@ -69,7 +69,7 @@ def changed_keys(model: Any, statistics: KeyStatistics) -> Iterator[None]:
 
 
 class _Source(NamedTuple):
-    """Modules that give the keys and the queries of a layer, and the channels of a head."""
+    """Modules whose outputs are the keys and the queries of a layer, and the channels of a head."""
 
     key: nn.Module
     query: nn.Module
@@ -78,7 +78,7 @@ class _Source(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Of a layer: ``[H]`` standard deviations of the keys that a module gives, and the heads of queries."""
+    """Measured values of a layer: ``[H]`` standard deviations of the module's keys, and the query heads."""
 
     deviation: Tensor
     query_heads: int
@@ -86,18 +86,18 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """Of a layer: ``keys * scale + bias``, all ``[H, D]``, and ``queries / divisor``, ``[Hq, D]``."""
+    """Change of a layer: ``keys * scale + bias``, all ``[H, D]``, and ``queries / divisor``, ``[Hq, D]``."""
 
     scale: Tensor
     bias: Tensor
     divisor: Tensor
 
     def key(self, x: Tensor) -> Tensor:
-        """``[..., H * D]`` changed; ``[..., H, D]`` of whatever order where all heads are alike."""
+        """Change keys ``[..., H * D]``, or ``[..., H, D]`` in any order if all heads change alike."""
         return (x.float() * self.scale.flatten() + self.bias.flatten()).to(x.dtype)
 
     def query(self, x: Tensor) -> Tensor:
-        """As ``key``."""
+        """Change queries; shapes as of ``key``."""
         return (x.float() / self.divisor.flatten()).to(x.dtype)
 
 
@@ -109,7 +109,7 @@ def _unsupported(model: Any) -> UnsupportedError:
 
 
 def _sources(model: Any) -> list[_Source]:
-    """Where keys and queries of each layer come from."""
+    """Modules of keys and queries of each layer."""
     config = text_config_of(model)
     parameters = getattr(config, "rope_parameters", None) or {}
     share = getattr(config, "partial_rotary_factor", None) or parameters.get("partial_rotary_factor", 1.0)
@@ -125,7 +125,7 @@ def _sources(model: Any) -> list[_Source]:
 
 
 def _last(attention: nn.Module, side: str) -> nn.Module | None:
-    """What gives keys (``"k"``) or queries of a layer: a projection, or the norm behind it."""
+    """Last module of keys (``"k"``) or queries of a layer: a projection, or the norm after it."""
     if not isinstance(getattr(attention, f"{side}_proj", None), nn.Module):
         return None
     named = [getattr(attention, f"{side}_{x}", None) for x in ("norm", "layernorm", "proj")]
@@ -133,7 +133,7 @@ def _last(attention: nn.Module, side: str) -> nn.Module | None:
 
 
 def _seen(model: Any, sources: list[_Source], tokens: Tensor) -> tuple[list[_Seen], Tensor]:
-    """What the modules give, and the logits of the model."""
+    """Measure the modules' outputs; also returns the logits of the model."""
     given: dict[nn.Module, Tensor] = {}
     with ExitStack() as stack, torch.no_grad():
         for source in sources:
@@ -152,14 +152,14 @@ def _seen(model: Any, sources: list[_Source], tokens: Tensor) -> tuple[list[_See
 
 
 def _probe(source: _Source, seen: _Seen) -> _Change:
-    """Scales every other pair, which any model's function survives to the bit if these are its pairs."""
+    """Scale every other pair by a power of two, which changes no bit of the logits if these are the pairs."""
     scale = torch.ones(len(seen.deviation), source.head_dim, device=seen.deviation.device)
     scale[:, : source.rotated // 2 : 2] = scale[:, source.rotated // 2 : source.rotated : 2] = _EXACT
     return _Change(scale, torch.zeros_like(scale), _of_queries(scale, seen.query_heads))
 
 
 def _change(source: _Source, seen: _Seen, statistics: KeyStatistics, generator: torch.Generator) -> _Change:
-    """What makes a layer's keys such; pairs of outliers and angles of biases are drawn for each head."""
+    """Draw the change of a layer: pairs of outliers and angles of biases for each head."""
     half = source.rotated // 2
     shape = len(seen.deviation), source.head_dim
     scale, bias, divisor = torch.ones(shape), torch.zeros(shape), torch.ones(shape)
@@ -178,7 +178,7 @@ def _change(source: _Source, seen: _Seen, statistics: KeyStatistics, generator: 
 
 
 def _of_queries(x: Tensor, query_heads: int) -> Tensor:
-    """``[Hq, D]`` of ``[H, D]``."""
+    """Repeat ``[H, D]`` to ``[Hq, D]``."""
     return x.repeat_interleave(query_heads // len(x), 0)
 
 
@@ -192,11 +192,11 @@ def _changed(sources: list[_Source], changes: list[_Change]) -> Iterator[None]:
 
 
 def _noted(given: dict[nn.Module, Tensor], module: nn.Module, x: Tensor) -> Tensor:
-    """``x``, which is from now on what a module has given."""
+    """Record ``x`` as the output of a module, and return it."""
     given[module] = x
     return x
 
 
 def _hook(stack: ExitStack, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Changes what a module gives until the stack is left."""
+    """Change the output of a module until the stack is closed."""
     stack.callback(module.register_forward_hook(lambda _, args, out: change(out)).remove)

@@ -1,4 +1,4 @@
-"""A plot of what kinds of caches cost: error over bytes a token, as SVG. Imports no torch."""
+"""Plot of kinds of caches: error over bytes of a token, as SVG. Imports no torch."""
 
 import math
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from kvloom.graphics.svg import COLORS, Axis, Picture
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 24, 56
 _LEAST: Final = 1e-9
-"""Smaller errors are rounding of the sums."""
+"""Smallest error to plot; smaller ones are rounding of the sums."""
 
 
 class Point(NamedTuple):
-    """A kind of cache: its name, what it costs, and whose it is."""
+    """Point of a kind of cache: its name, bytes, error, and origin."""
 
     name: str
     nbytes_per_token: float
@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 
 def as_svg(points: Iterable[Point]) -> str:
-    """Mean KL over bytes a token, both logarithmic; a kind without error has no place on the plot."""
+    """Plot of mean KL over bytes of a token, both logarithmic; kinds without error are omitted."""
     shown = [point for point in points if point.mean_kl > _LEAST]
     sizes = [point.nbytes_per_token for point in shown] or [1.0]
     errors = [point.mean_kl for point in shown] or [1.0]

@@ -1,4 +1,4 @@
-"""Kinds of caches compared with transformers' own: bytes, speed, tokens and logits."""
+"""Comparison of kinds of caches with that of transformers: bytes, speed, tokens and logits."""
 
 import time
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ STOCK = "DynamicCache"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One cache kind on one prompt.
+    """Results of one kind of cache on one prompt.
 
     Attributes:
         kind: ``"DynamicCache"`` or a ``kv`` of ``KVCache.for_model``.
         nbytes_per_token: Cache bytes of one token in all layers.
-        tokens_per_s: New tokens by the time of a whole ``generate``, median of its runs.
-        num_same: New tokens equal to those of DynamicCache before the first that differs.
-        num_agreed: Positions at which the same next token is chosen, with DynamicCache's tokens fed to both.
-        num_tokens: New tokens of DynamicCache.
+        tokens_per_s: New tokens divided by the time of a whole ``generate``, median of its runs.
+        num_same: Number of new tokens equal to those of DynamicCache before the first that differs.
+        num_agreed: Number of positions with the same next token, with DynamicCache's tokens fed to both.
+        num_tokens: Number of new tokens of DynamicCache.
         mean_kl: Mean over the same positions of KL(DynamicCache || kind) of the next-token distributions, in
             nats, with the same tokens fed to both.
     """
@@ -53,14 +53,14 @@ def compare(
 ) -> list[Comparison]:
     """Continue ``input_ids`` greedily with DynamicCache and with each kind in turn.
 
-    Runs of all kinds alternate, so that a change in the machine's speed meets all of them.
+    Runs of all kinds alternate, so that a change in the machine's speed affects all of them.
 
     Args:
         model: A ``PreTrainedModel`` that generates; DynamicCache is read by the attention it has.
         input_ids: ``[1, N]`` int64.
         kinds: Values of ``kv`` of ``KVCache.for_model``.
-        max_new_tokens: Of each run.
-        num_runs: Timed runs of each kind.
+        max_new_tokens: New tokens of each run.
+        num_runs: Number of timed runs of each kind.
         in_place: Whether kvloom's attention reads a kind in place, or the model's own attention reads it.
     """
     expect_positions("input_ids and max_new_tokens", model, input_ids.shape[1] + max_new_tokens)
@@ -101,13 +101,13 @@ def compare(
 
 
 def cache_of(model: Any, kind: str) -> KVCache | None:
-    """An empty cache of a kind; ``None`` for ``STOCK``, so that the model makes its own."""
+    """Make an empty cache of a kind; ``None`` for ``STOCK``, so that the model makes its own."""
     return None if kind == STOCK else KVCache.for_model(model, kv=kind)
 
 
 @contextmanager
 def attention_for(model: Any, kind: str, *, in_place: bool) -> Iterator[None]:
-    """Within this context kvloom's attention computes, if a kind other than ``STOCK`` is read in place."""
+    """Context with kvloom's attention, if a kind other than ``STOCK`` is read in place."""
     before = model.config._attn_implementation
     chosen = IMPLEMENTATION if in_place and kind != STOCK else before
     if chosen != before:

@@ -1,4 +1,4 @@
-"""``kvloom generate`` and ``demo``: a text is continued. Imports no torch before it runs."""
+"""``kvloom generate`` and ``demo``: continue a text. Imports no torch before it runs."""
 
 import sys
 import time
@@ -19,20 +19,20 @@ def write(
     store: str | None = None,
     view: Path | None = None,
 ) -> None:
-    """Print the prompt (or its last lines) and its greedy continuation as tokens come, then what it cost.
+    """Print the prompt (or its last lines) and its greedy continuation token by token, then its costs.
 
     Args:
-        model: What ``load_model`` returns.
-        tokenizer: The same.
+        model: Model as of ``load_model``.
+        tokenizer: Tokenizer as of ``load_model``.
         prompt: Text.
         kv: As of ``KVCache.for_model``.
-        max_new_tokens: At most, and no more than the model has positions for.
-        num_lines_shown: Of the prompt; ``None`` for all.
-        store: Folder or URL that keeps what was computed.
-        view: A page of HTML to write that shows the pages of the store's pool.
+        max_new_tokens: Maximum number of new tokens, within the model's positions.
+        num_lines_shown: Number of last lines of the prompt to print; ``None`` for all.
+        store: Folder or URL of a store of computed pages.
+        view: HTML file to write, which shows the pages of the store's pool.
 
     Raises:
-        ArgumentError: the prompt has no token, or too many; or the model is none that this can continue.
+        ArgumentError: the prompt has no token, or too many; or the model is not supported.
     """
     from kvloom.integrations.transformers import KVCache, Streamer
     from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
@@ -45,7 +45,7 @@ def write(
     if (largest := int(inputs.input_ids.max())) >= num_embeddings:
         raise ArgumentError(f"model must know its tokenizer's {num_embeddings} tokens, got token {largest}")
     settings = model.generation_config
-    settings.cache_implementation = None  # it is ours
+    settings.cache_implementation = None  # kvloom's cache is used
     if (num_beams := settings.num_beams or 1) > 1:
         raise ArgumentError(f"model must have num_beams of 1 in generation_config.json, got {num_beams}")
 
@@ -95,7 +95,7 @@ def write(
 
 
 def _pool_over(store: str, model: Any, kv: str, num_tokens: int) -> Any:
-    """A pool for one sequence, above a folder or the store of a URL."""
+    """Make a pool for one sequence, above a store, by folder or URL."""
     from kvloom.integrations.transformers import KVPool
 
     return KVPool.for_model(model, kv=kv, max_tokens=num_tokens + 16, store=store_url(store))

@@ -1,7 +1,7 @@
-"""Errors of the heads of each layer when its keys and values alone are quantized.
+"""Errors of the heads of each layer when only its keys and values are quantized.
 
-While a model reads with its own cache, each layer's new keys and values also go through a cache of each kind,
-and attention is computed again with what comes back.
+While a model reads with its own cache, each layer's new keys and values are also stored in a cache of each
+kind, and attention is computed again with those loaded from it.
 
 Shapes: B texts, Q new tokens, N tokens, H key/value heads, Hq query heads, D head dim.
 """
@@ -26,7 +26,7 @@ class HeadErrors:
 
     Args:
         model: A ``PreTrainedModel`` that generates.
-        makers: Make an empty cache, one for each kind.
+        makers: Functions that make an empty cache, one for each kind.
     """
 
     def __init__(self, model: Any, makers: Sequence[Callable[[], Any]]) -> None:
@@ -37,15 +37,15 @@ class HeadErrors:
         self._outputs: dict[int, Tensor] = {}
         self._errors: list[dict[int, Tensor]] = [{} for _ in makers]
         self.implementation: str = self._config._attn_implementation
-        """Of the model's own attention."""
+        """Name of the model's own attention."""
 
     @contextmanager
     def measured(self, *, is_first: bool, counts: bool = True) -> Iterator[None]:
-        """Within this context what the model reads counts, after what it read before or as the first.
+        """Context in which the tokens that the model reads are measured.
 
         Args:
-            is_first: Whether it is the first of some texts, for which caches are empty.
-            counts: Whether errors are added up, or the caches are only filled.
+            is_first: Whether texts begin, so that caches must be empty.
+            counts: Whether to sum errors, or only to fill the caches.
         """
         if is_first:
             self._caches = [make() for make in self._makers]
@@ -61,11 +61,11 @@ class HeadErrors:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Any:
-        """The model's own attention, as transformers calls it, with exact keys and values."""
+        """Attention as transformers calls it: the model's own, with exact keys and values."""
         own = _own_attention(module, self.implementation)
         result = own(module, query, key, value, mask, **options)
         layer = getattr(module, "layer_idx", None)
-        if layer is None or getattr(module, "is_kv_shared_layer", False):  # it has no keys of its own
+        if layer is None or getattr(module, "is_kv_shared_layer", False):  # no keys of its own
             return result
         out = result[0].double()
         if self._counts:
@@ -78,7 +78,7 @@ class HeadErrors:
         return result
 
     def result(self) -> list[dict[int, tuple[float, ...]]]:
-        """Errors by kind and layer: for each query head, the norm of the error by that of the output."""
+        """Errors by kind and layer: for each query head, norm of the error over norm of the output."""
         return [
             {n: tuple((error / self._outputs[n]).sqrt().tolist()) for n, error in errors.items()}
             for errors in self._errors
@@ -95,7 +95,7 @@ def _add(sums: dict[int, Tensor], layer: int, x: Tensor) -> None:
 
 
 def _own_attention(module: Any, implementation: str) -> Callable[..., Any]:
-    """The attention function that a module would call: its file may have functions of its own."""
+    """Attention function that a module would call: its file may have functions of its own."""
     home = vars(sys.modules[type(module).__module__])
     functions = home.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     found: Callable[..., Any] = functions.get(implementation, home.get("eager_attention_forward"))

@@ -1,4 +1,4 @@
-"""``kvloom isolation``: a test of a model and what it shares. Imports no torch before it runs."""
+"""``kvloom isolation``: test whether requests share only what they may. Imports no torch before it runs."""
 
 import argparse
 import json
@@ -14,8 +14,8 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
     """Add ``isolation`` to the commands, and return its parser.
 
     Args:
-        commands: What ``add_subparsers`` gave.
-        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+        commands: Result of ``add_subparsers``.
+        load: Function that loads model and tokenizer of a folder, or the bundled ones.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         "isolation", help="test on a model that prefixes are shared where they may be, and nowhere else"
@@ -28,7 +28,7 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try everything, and print; 1 if something is wrong."""
+    """Run all tests, and print results; returns 1 if one fails."""
     expect_kv("--kv", args.kv)
     model, _ = args.load(args.model)
     from kvloom.integrations.transformers.isolation import check_isolation

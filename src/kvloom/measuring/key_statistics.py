@@ -1,4 +1,4 @@
-"""Statistics of the keys of real models, and how a command line names them. Imports no torch."""
+"""Statistics of the keys of real models, and their names on command lines. Imports no torch."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -8,15 +8,15 @@ from kvloom.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class KeyStatistics:
-    """What sticks out in the keys of each head.
+    """Outliers and biases in the keys of each head.
 
     Attributes:
-        outliers: RoPE pairs whose channels are ``scale`` times as large, their queries as much smaller.
+        outliers: Number of RoPE pairs whose keys are ``scale`` times as large, and queries as much smaller.
         biases: RoPE pairs that have a bias before RoPE, by their place among all pairs of a head: 0 for the
             highest frequency, up to but without 1 for the lowest.
-        scale: Of the outliers.
-        sigmas: Norm of each bias in standard deviations of the keys of its head; queries of the pair are as
-            many times smaller.
+        scale: Factor of the outliers.
+        sigmas: Norm of each bias in standard deviations of the keys of its head; queries of the pair are
+            divided by it.
     """
 
     outliers: int = 0
@@ -36,14 +36,14 @@ STATISTICS: Final = {
     "biases-high": KeyStatistics(biases=(_HIGH,)),
     "both": KeyStatistics(outliers=2, biases=(_HIGH, _MIDDLE, _LOW)),
 }
-"""By name; low, middle and high are frequencies of RoPE, of 32 pairs the last, the 16th and the 4th."""
+"""Statistics by name; low, middle and high are RoPE frequencies: of 32 pairs the last, 16th and 4th."""
 
 
 def parse_statistics(name: str, text: str) -> KeyStatistics:
-    """Statistics by their spelling: a name, and ``:N`` behind it for biases of N standard deviations.
+    """Parse statistics: a name, and optionally ``:N`` for biases of N standard deviations.
 
     Args:
-        name: What an error calls ``text``.
+        name: Name of ``text`` in errors.
         text: Such as ``"biases:30"``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which bits the keys and the values of each layer get, so that a budget of bytes buys the least error."""
+"""Bits of the keys and values of each layer that give the least error within a budget of bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,10 +35,10 @@ KINDS: Final = (
     "int8,rotate=keys",
     "auto",
 )
-"""What each side may become."""
+"""Kinds to choose from for each side."""
 
 _Side = tuple[int, int]
-"""Layer, and 0 for keys or 1 for values."""
+"""Side of a layer: its number, and 0 for keys or 1 for values."""
 
 
 def plan_bits(
@@ -52,25 +52,24 @@ def plan_bits(
     chunk: int = 32,
     on_step: Callable[[int, int], None] | None = None,
 ) -> BitPlan:
-    """Measure what each kind costs each side of each layer, and choose the best within a budget.
+    """Measure the error of each kind on each side of each layer, and choose the best within a budget.
 
-    While the model reads with exact keys and values, attention of each layer is computed again with its keys,
-    and with its values, kept as each kind; then the sum of the squared errors is the least that the bytes
-    allow, exactly. The same model and text give the same plan.
+    While the model reads with exact keys and values, attention of each layer is computed again with only its
+    keys, and only its values, as each kind. The plan has exactly the least sum of squared errors within the
+    budget. The same model and text give the same plan.
 
     Args:
         model: A ``PreTrainedModel`` that generates.
         input_ids: ``[N, W]`` int64 or int32, the text to calibrate on.
-        bits: Bits of an element on average, scales included.
+        bits: Average bits of an element, scales included.
         budget: Bytes of a token in all layers, scales included, instead of ``bits``.
-        kinds: What each side may become; codes whose group does not divide the head dim are left out.
-        recent: Residual window: newest tokens that each token attends to unquantized, in layers of codes.
-            They take room beside the budget.
-        chunk: Tokens that are fed at a time.
-        on_step: Called with the steps that are done and all steps, after each.
+        kinds: Kinds to choose from; codes whose group does not divide the head dim are omitted.
+        recent: Length of the residual window in layers of codes. Its bytes do not count in the budget.
+        chunk: Number of tokens fed at a time.
+        on_step: Called after each step with the number of steps done and of all steps.
 
     Raises:
-        ArgumentError: an argument is no such value, or the budget is less than the cheapest kind takes.
+        ArgumentError: an argument is no such value, or the budget is less than the cheapest kind needs.
         UnsupportedError: as ``KVCache.for_model``.
     """
     if (bits is None) == (budget is None):
@@ -113,7 +112,7 @@ def plan_bits(
 
 
 def _with_group(kind: str, head_dim: int) -> str | None:
-    """``kind`` with the group that it has for a head dim; ``None`` if there is none."""
+    """``kind`` with its group for a head dim; ``None`` if there is none."""
     found = parse_kind("kinds", kind)
     if not found.bits:
         return kind
@@ -129,7 +128,7 @@ def _measure(
     chunk: int,
     on_step: Callable[[int, int], None] | None,
 ) -> dict[_Side, list[float]]:
-    """Mean square of the error of each head's output, of each side, with each kind."""
+    """Mean squared error of the heads' output, for each side and kind."""
     makers = [
         (lambda keys=keys, values=values: KVCache.for_model(model, keys, values=values))
         for kind in (f"{x},recent={recent}" if parse_kind("kinds", x).bits else x for x in kinds)
@@ -153,7 +152,7 @@ def _measure(
 
 
 def _costs(model: Any, kinds: Sequence[str]) -> tuple[dict[_Side, list[int]], int]:
-    """Bytes of a token of each side with each kind; and the elements of a token in all layers."""
+    """Bytes of a token for each side and kind, and the number of elements of a token in all layers."""
     cache = KVCache.for_model(model)
     with torch.no_grad():
         model(
@@ -176,10 +175,9 @@ def _costs(model: Any, kinds: Sequence[str]) -> tuple[dict[_Side, list[int]], in
 
 
 def _cheapest_errors(items: Sequence[tuple[list[int], list[float]]], limit: float) -> list[int] | None:
-    """One choice of each item's ``(costs, errors)``: the least sum of errors within a limit of costs.
+    """Choose one of each item's ``(costs, errors)``: the least sum of errors within a limit of costs.
 
-    Every sum of costs that can be reached is kept with the least error that reaches it, unless one costs less
-    and errs less. Of equal ones the cheaper, then the one whose choices come first.
+    Keeps all Pareto-optimal sums. Of equal ones the cheaper is chosen, then the one whose choices come first.
     """
     front: list[tuple[float, float, tuple[int, ...]]] = [(0, 0.0, ())]  # by cost
     for costs, errors in items:

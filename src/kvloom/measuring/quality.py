@@ -1,4 +1,4 @@
-"""The quality of kinds of caches: how far the predictions of a model move, for how many bytes.
+"""Quality of kinds of caches: change of a model's predictions, and bytes.
 
 Shapes: N texts, W tokens of each, B of them read together, Q tokens fed at a time, V words of the model.
 """
@@ -30,21 +30,21 @@ from kvloom.measuring.compare import STOCK, cache_of
 from kvloom.measuring.head_errors import HeadErrors
 
 WINDOW: Final = 512
-"""Tokens of a text that ``windows_of`` cuts."""
+"""Number of tokens of a text of ``windows_of``."""
 ROWS: Final = 8
-"""Most texts that are read together."""
+"""Maximum number of texts that are read together."""
 LONG: Final = 8192
-"""Tokens of a text of which bytes are told: long, so that a residual window weighs little."""
+"""Length of the text for which bytes are given: long, so that a residual window weighs little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A cache of somebody else, to be measured beside kvloom's.
+    """Cache of another library, to be measured beside kvloom's.
 
     Attributes:
-        name: What the result calls it.
-        make: Makes an empty one for a model.
-        chunk: Most tokens that it is fed at a time; ``None`` for as many as all others.
+        name: Name in the result.
+        make: Function that makes an empty one for a model.
+        chunk: Maximum number of tokens fed at a time; ``None`` for that of the others.
     """
 
     name: str
@@ -54,19 +54,19 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """One kind of cache on some texts.
+    """Results of one kind of cache on some texts.
 
     Attributes:
         kind: ``"DynamicCache"``, a kind as ``KVCache.for_model`` takes it as ``kv``, or a peer's name.
-        nbytes_per_token: Cache bytes of one token in all layers, scales included, in a text of 8,192 tokens:
-            those of a residual window are spread over as many.
+        nbytes_per_token: Cache bytes of one token in all layers, scales included, in a text of 8,192 tokens,
+            over which those of a residual window are spread.
         perplexity: Exponential of the mean loss of the next tokens.
         mean_kl: Mean of KL(DynamicCache || kind) of the next-token distributions, in nats.
-        agreed: Share of the positions at which the same next token is chosen, from 0 to 1.
-        num_tokens: Next tokens that were predicted.
-        head_errors: By layer, of each query head: the norm of the error of attention's output by the norm of
-            the output, where queries are exact and only this layer's keys and values come from the cache.
-            Empty of DynamicCache, and if the model's attention cannot be reached.
+        agreed: Share of positions with the same next token, from 0 to 1.
+        num_tokens: Number of predicted tokens.
+        head_errors: By layer, for each query head: the norm of the error of attention's output divided by
+            that of the output, where only this layer's keys and values come from the cache. Empty for
+            DynamicCache, and if the model's attention cannot be replaced.
     """
 
     kind: str
@@ -97,20 +97,20 @@ def quality(
     decode: bool = False,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Quality]:
-    """Feed texts through a ``DynamicCache`` and through each kind of cache, and compare what is predicted.
+    """Feed texts through a ``DynamicCache`` and through each kind of cache, and compare the predictions.
 
-    A text is fed in chunks, so that attention reads what the cache made of the tokens before, much as in
-    decoding; or exactly as in decoding, which takes longer. The attention is the model's own.
+    A text is fed in chunks, so that attention reads earlier tokens from the cache, much as in decoding; or
+    exactly as in decoding, which takes longer. The attention is the model's own.
 
     Args:
         model: A ``PreTrainedModel`` that generates.
         input_ids: ``[N, W]`` int64 or int32, W of at least 2 and at most the positions of the model.
-        kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers.
-        chunk: Tokens that are fed at a time.
-        after: Predictions after at most so many tokens of a text are not counted; errors of heads are.
-        decode: Whether the first ``after`` tokens are fed at once, as a prompt of which nothing counts, and
-            all others one by one, as ``generate`` does; ``chunk`` is of no account then.
-        on_step: Called with the steps that are done and all steps, after each.
+        kv: Kinds of caches, as of ``KVCache.for_model``, files of plans included, and peers.
+        chunk: Number of tokens fed at a time.
+        after: Predictions after at most this many tokens of a text are not counted; errors of heads are.
+        decode: Whether the first ``after`` tokens are fed at once, as a prompt that does not count, and all
+            others one by one, as in ``generate``; ``chunk`` is then ignored.
+        on_step: Called after each step with the number of steps done and of all steps.
 
     Returns:
         DynamicCache first, then the kinds in their order.
@@ -163,7 +163,7 @@ def quality(
 
 
 def _sizes(num_tokens: int, chunk: int, prompt: int | None) -> list[int]:
-    """Tokens that are fed at a time: a prompt, if any, and then one by one; or, if it is ``None``, chunks."""
+    """Numbers of tokens to feed: ``prompt`` tokens, then one by one; or chunks if ``prompt`` is ``None``."""
     if prompt is None:
         return [min(chunk, num_tokens - i) for i in range(0, num_tokens, chunk)]
     return [*([prompt] if prompt else []), *[1] * (num_tokens - prompt)]
@@ -181,14 +181,14 @@ def expect_decoder(model: Any) -> None:
 def windows_of(
     tokenizer: Any, texts: Iterable[str], num_tokens: int, name: str = "texts", window: int = WINDOW
 ) -> Tensor:
-    """Tokens of texts, one after the other, as ``[N, W]`` windows; what does not fill the last is left out.
+    """Cut the tokens of concatenated texts into windows ``[N, W]``; a partial last window is dropped.
 
     Args:
-        tokenizer: Of the model.
-        texts: Read until there are enough.
-        num_tokens: Most tokens to take.
-        name: What an error calls ``texts``.
-        window: W, or all tokens where they are fewer.
+        tokenizer: Tokenizer of the model.
+        texts: Texts, read until there are enough tokens.
+        num_tokens: Maximum number of tokens.
+        name: Name of ``texts`` in errors.
+        window: W; all tokens if they are fewer.
 
     Raises:
         ArgumentError: there are fewer than 2 tokens.
@@ -206,7 +206,7 @@ def windows_of(
 
 
 class _Entrant:
-    """One kind of cache, and the sums over what it has read."""
+    """One kind of cache, and sums over the tokens that it has read."""
 
     def __init__(self, model: Any, kind: str | Peer) -> None:
         self._model, self._kind = model, kind
@@ -217,29 +217,29 @@ class _Entrant:
         self._nbytes: list[float] = []
 
     def empty(self) -> Any:
-        """An empty cache of the kind."""
+        """Make an empty cache of the kind."""
         kind = self._kind
         return kind.make(self._model) if isinstance(kind, Peer) else cache_of(self._model, kind)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, *, is_first: bool, num_counted: int) -> Tensor:
-        """Log probabilities ``[B, C, V]`` of what follows each of the last C tokens, of ``[B, Q]``."""
+        """Read ``[B, Q]``; returns log probabilities ``[B, C, V]`` after each of the last C tokens."""
         if is_first:
             self._cache = self.empty()
         pieces = tokens.split(self._chunk or tokens.shape[1], dim=1)
         arguments = as_argument(self._model, self._cache)
         if num_counted == 0 and "logits_to_keep" in signature(self._model.forward).parameters:
-            arguments["logits_to_keep"] = 1  # those of a long prompt take gigabytes
+            arguments["logits_to_keep"] = 1  # logits of a long prompt take gigabytes
         logits = torch.cat([self._model(x, use_cache=True, **arguments).logits for x in pieces], dim=1)
         self._nbytes.append(_nbytes_per_token(self._cache, len(tokens)))
         return logits[:, logits.shape[1] - num_counted :].double().log_softmax(-1)
 
     def expect_kept(self) -> None:
-        """Raise UnsupportedError unless what was read is in the cache, where other readers leave it alone."""
+        """Raise UnsupportedError if the model keeps state outside of the cache, shared with other readers."""
         layers = self._cache.layers
         kept = [_nbytes_of(vars(layer)) for layer in layers]
         is_lost = [isinstance(x, StatefulLayer) and not n for x, n in zip(layers, kept, strict=True)]
-        has_states_alone = all(getattr(self._cache, "is_linear", [False]))  # which some continue inexactly
+        has_states_alone = all(getattr(self._cache, "is_linear", [False]))  # some continue these inexactly
         is_elsewhere = keeps_states_elsewhere(self._model, layers)
         if not any(kept) or any(is_lost) or has_states_alone or is_elsewhere:
             raise UnsupportedError(
@@ -247,14 +247,14 @@ class _Entrant:
             )
 
     def judge(self, log_probs: Tensor, expected: Tensor, targets: Tensor) -> None:
-        """Add the distance of what was read from what was ``expected``, and the loss of ``targets``."""
+        """Add the distance of predictions from the ``expected`` ones, and the loss of ``targets``."""
         self._loss -= float(log_probs.gather(-1, targets.long().unsqueeze(-1)).sum())
         self._kl += float((expected.exp() * (expected - log_probs)).sum())
         self._agreed += int((expected.argmax(-1) == log_probs.argmax(-1)).sum())
         self._num_tokens += targets.numel()
 
     def result(self, head_errors: dict[int, tuple[float, ...]]) -> Quality:
-        """Means of what was read."""
+        """Means over all tokens that were read."""
         return Quality(
             kind=self._kind.name if isinstance(self._kind, Peer) else self._kind,
             nbytes_per_token=sum(self._nbytes) / len(self._nbytes),
@@ -280,7 +280,7 @@ def _nbytes_recent(pages: PagedLayer | FixedLayer, num_rows: int) -> float:
 
 
 def _nbytes_per_token(cache: Any, num_rows: int) -> float:
-    """Bytes of one of ``LONG`` tokens in the layers that hold it; other states do not count."""
+    """Bytes of one of ``LONG`` tokens in the layers that hold it, without other states."""
     if isinstance(cache, KVCache):
         pages = [layer.pages for layer in cache.layers if isinstance(layer, KVCacheLayer)]
         return cache.nbytes_per_token + sum(_nbytes_recent(x, num_rows) for x in pages) / LONG
@@ -289,7 +289,7 @@ def _nbytes_per_token(cache: Any, num_rows: int) -> float:
         keys: Any = getattr(layer, "keys", None)
         if keys is None:
             continue
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # a window holds the tokens in it
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # a window holds only its tokens
             total += (keys.nbytes + layer.values.nbytes) / (num_rows * keys.shape[-2])
         elif isinstance(keys, Tensor):
             held, num_tokens, num_exact, exact = _nbytes_of(vars(layer)), int(layer.get_seq_length()), 0, 0
@@ -301,7 +301,7 @@ def _nbytes_per_token(cache: Any, num_rows: int) -> float:
 
 
 def _nbytes_of(x: Any) -> int:
-    """Bytes of the tensors in ``x``; a tensor that keeps its data in others has theirs."""
+    """Bytes of the tensors in ``x``; for a tensor subclass, of its inner tensors."""
     if isinstance(x, Tensor):
         names = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else ()
         return sum(_nbytes_of(getattr(x, name)) for name in names) if names else x.nbytes

@@ -1,4 +1,4 @@
-"""``kvloom quality``: what kinds of caches cost in quality. Imports no torch before it runs."""
+"""``kvloom quality``: quality of kinds of caches. Imports no torch before it runs."""
 
 import argparse
 import json
@@ -22,17 +22,17 @@ _NUM_TOKENS: Final = 4096
 _WINDOW: Final = 512
 _LONGEST: Final = "max"
 _CALIBRATED: Final = 1024
-"""Tokens that a plan is made by."""
+"""Number of tokens to calibrate a plan."""
 _PEERS: Final = (("quanto", 0), ("hqq", 1))
-"""Libraries that quantize for transformers, and the axis that its documentation recommends for each."""
+"""Quantization libraries of transformers, and the axis that its documentation recommends for each."""
 
 
 def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) -> argparse.ArgumentParser:
     """Add ``quality`` to the commands, and return its parser.
 
     Args:
-        commands: What ``add_subparsers`` gave.
-        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+        commands: Result of ``add_subparsers``.
+        load: Function that loads model and tokenizer of a folder, or the bundled ones.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         "quality", help="what kinds of caches cost in quality, and in bytes"
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _tokens(text: str) -> int | str:
-    """A number of tokens, or ``_LONGEST``."""
+    """Parse a number of tokens, or ``_LONGEST``."""
     return text if text == _LONGEST else int(text)
 
 
@@ -146,7 +146,7 @@ def _expect_after(after: int | None, window: int) -> None:
 
 
 def _within_positions(model: Any, window: int | str | None) -> int:
-    """The window that was said, or one of ``_WINDOW`` tokens if the model has as many positions."""
+    """The given window, or one of ``_WINDOW`` tokens if the model has as many positions."""
     from kvloom.integrations.transformers.positions import expect_positions, positions_of
 
     longest = positions_of(model)
@@ -161,7 +161,7 @@ def _within_positions(model: Any, window: int | str | None) -> int:
 
 
 def _expect_plan(args: argparse.Namespace) -> None:
-    """Refuse options of a plan that do not belong together."""
+    """Check that options of a plan fit together."""
     is_sized = args.bits is not None or args.budget is not None
     if args.plan is None and (is_sized or args.calibrate is not None):
         raise ArgumentError("--plan must name the file of the plan that other options are for")
@@ -182,7 +182,7 @@ def _save_plan(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
 
 
 def _installed_peers(model: Any) -> "list[Peer]":
-    """transformers' int4 caches of installed libraries, with a residual window of 128 tokens."""
+    """Peers: transformers' int4 caches of installed libraries, with a residual window of 128 tokens."""
     from transformers.cache_utils import QuantizedCache
 
     from kvloom.measuring.quality import Peer
@@ -205,7 +205,7 @@ def _installed_peers(model: Any) -> "list[Peer]":
 
 
 def _name(n: int, row: "Quality", num_ours: int) -> str:
-    """The name of row n: DynamicCache, then kvloom's kinds, then peers."""
+    """Name of row n: DynamicCache, then kvloom's kinds, then peers."""
     return f"kvloom {row.kind}" if 1 <= n <= num_ours else row.kind
 
 

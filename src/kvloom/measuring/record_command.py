@@ -1,4 +1,4 @@
-"""``kvloom trace record``: texts continued one after the other in one pool, whose events are written."""
+"""``kvloom trace record``: continue texts one after the other in one pool, and write its events."""
 
 import argparse
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
 
     Args:
         args: The options.
-        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+        load: Function that loads model and tokenizer of a folder, or the bundled ones.
     """
     parse_kind("--kv", args.kv)
     for name in ("pages", "page_size", "max_new_tokens"):
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
     from kvloom.integrations.transformers.positions import room_behind
 
-    model.generation_config.cache_implementation = None  # it is ours
+    model.generation_config.cache_implementation = None  # kvloom's cache is used
     size = args.page_size
     pool = KVPool.for_model(model, kv=args.kv, page_size=size, max_tokens=args.pages * size)
     events = pool.record()

@@ -1,4 +1,4 @@
-"""Texts that are measured on: held-out text of the bundled model, sources of installed packages, or a file.
+"""Texts for measurements: held-out text of the bundled model, sources of installed packages, or a file.
 
 Imports no torch and no package whose sources it reads.
 """
@@ -14,17 +14,17 @@ from kvloom.models import iter_texts
 
 HELD_OUT: Final = "held-out"
 PACKAGES: Final = ("torch", "transformers")
-"""Of which the bundled model has seen nothing."""
+"""Packages whose sources the bundled model was not trained on."""
 _LEAST, _MOST = 2000, 100_000
-"""Characters of a file that is read: no stub, and no table that would be all of a text."""
+"""Limits of a file's characters: no stub, and no table that would fill a text."""
 
 
 def texts_named(name: str, option: str = "--text") -> Iterable[str]:
-    """Texts one after the other.
+    """Iterate over texts.
 
     Args:
         name: ``"held-out"``, a package of ``PACKAGES`` for its sources, or a file.
-        option: What an error calls ``name``.
+        option: Name of ``name`` in errors.
 
     Raises:
         ArgumentError: there is no such package or file, or the file is not in UTF-8.
@@ -37,7 +37,7 @@ def texts_named(name: str, option: str = "--text") -> Iterable[str]:
 
 
 def read_text(path: Path, option: str) -> str:
-    """The text of a file; ArgumentError names the option that named it."""
+    """Read the text of a file; ArgumentError names the option that named it."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -52,7 +52,7 @@ def _folder(package: str, option: str) -> Path:
 
 
 def _sources(folder: Path) -> Iterator[str]:
-    """Files of ordinary length, ordered by a hash of their names: neighbors have little in common."""
+    """Files of ordinary length, ordered by a hash of their names, so that adjacent ones differ."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         text = (folder / name).read_text(encoding="utf-8", errors="replace")
