@@ -1,1 +1,1 @@
-"""Memory of a model and its cache, from a configuration alone, before anything is allocated."""
+"""Planning: memory of a model and its cache, from a configuration alone, before any allocation."""

@@ -1,4 +1,4 @@
-"""Plans as a picture: a bar for each ``kv``, from weights to page tables."""
+"""Chart of plans: a bar for each ``kv``, from weights to page tables."""
 
 from typing import Final
 
@@ -17,7 +17,7 @@ _BAR, _GAP, _LEFT, _WIDTH = 22, 10, 90, 560  # pixels
 
 
 def chart(plans: list[Plan], memory: int | None = None) -> str:
-    """An SVG of what each plan takes; with ``memory``, a line at so many bytes."""
+    """SVG of the bytes of each plan; with ``memory``, a line at that size."""
     most = max(1, memory or 0, *(x.total for x in plans))
     across = Axis(0, most, _LEFT, _LEFT + _WIDTH)
     height = 60 + (_BAR + _GAP) * len(plans)
@@ -36,6 +36,6 @@ def chart(plans: list[Plan], memory: int | None = None) -> str:
         at = across.at(memory)
         picture.path([(at, 30), (at, height - 18)], class_="line", stroke_width=2, stroke_dasharray="5 3")
         picture.text(at, height - 5, f"{memory / 1e9:,.2f} GB", "middle")
-    for i, plan in enumerate(plans):  # above the line of the memory
+    for i, plan in enumerate(plans):  # drawn above the line of the memory
         picture.text(across.at(plan.total) + 6, 51 + (_BAR + _GAP) * i, f"{plan.total / 1e9:,.2f} GB")
     return str(picture)

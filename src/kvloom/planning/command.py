@@ -1,4 +1,4 @@
-"""``kvloom plan``: whether a model and its cache will fit, and what takes how much."""
+"""``kvloom plan``: whether a model and its cache will fit, and the bytes of each part."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def parse_bytes(name: str, text: str) -> int:
     """Parse a size: ``"24GB"`` (10^9), ``"1.5GiB"`` (2^30) or a plain number of bytes.
 
     Raises:
-        ArgumentError: ``text`` is no size; ``name`` is what the error calls it.
+        ArgumentError: ``text`` is no size; the error calls it ``name``.
     """
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]i?B)?", text)
     if found is None:
@@ -110,7 +110,7 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
     from rich.table import Table
 
     first, console = plans[0], Console()
-    console.width = max(console.width, _WIDTH)  # a number that is cut says nothing
+    console.width = max(console.width, _WIDTH)  # numbers must not be cut
     parts = [part for part in _PARTS[1:] if any(getattr(x, part) for x in plans)]
     console.print(
         f"weights of {first.weights:,} bytes; {first.batch} x {first.context:,} tokens in pages of "

@@ -1,4 +1,4 @@
-"""The size of a model's weights, and the shapes of its layers, found without memory for them."""
+"""Size of a model's weights, and shapes of its layers, found without memory for them."""
 
 import copy
 import logging
@@ -26,21 +26,21 @@ from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.text_config import names_rank
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
-"""Attention to all tokens, to a window, by latent vectors; attention beside a recurrent state, a state alone;
-nothing of its own."""
+"""Kinds of layers: attention to all tokens, to a window, by latents; attention beside a recurrent state, a
+state alone; a layer without keys, values and states of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The kind of one layer, and the sizes of its keys, values and states.
+    """Kind of one layer, and sizes of its keys, values and states.
 
     Attributes:
-        kind: Of the layer.
-        entry: Keys and values as they are computed; ``None`` without keys.
+        kind: Kind of the layer.
+        entry: Unquantized keys and values; ``None`` without keys.
         window: Tokens that a token sees, itself included; ``None`` for all.
         state_nbytes: Bytes of the recurrent state of one sequence.
-        index: Keys of an index, which are never quantized; ``None`` without one.
-        state_numel: Elements of the recurrent state of one sequence.
+        index: Index keys, which are never quantized; ``None`` without any.
+        state_numel: Number of elements of the recurrent state of one sequence.
     """
 
     kind: Kind
@@ -53,13 +53,13 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The size of a model's weights, and the shapes of its layers.
+    """Size of a model's weights, and shapes of its layers.
 
     Attributes:
-        config: Of the part that generates text.
+        config: Configuration of the part that generates text.
         weights: Bytes of all parameters and buffers, tied ones once.
-        layers: In order.
-        packable: The most that weights of linear layers take when they are packed.
+        layers: Shapes of the layers, in order.
+        packable: Maximum bytes of packed weights of linear layers.
     """
 
     config: Any
@@ -69,13 +69,13 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """The shape of the model with this configuration, which computes one token in tensors without data.
+        """Shape of the model with this configuration, found by computing one token on tensors without data.
 
         Raises:
             ArgumentError: ``config`` is no configuration.
-            UnsupportedError: it is of no model that generates text and runs so, has an encoder, its weights
-                are quantized, or a layer keeps what is neither keys and values nor a recurrent state, or
-                keeps it elsewhere than in the cache.
+            UnsupportedError: the model does not generate text or cannot run so, has an encoder or quantized
+                weights, or a layer keeps something other than keys, values and a recurrent state, or outside
+                of the cache.
         """
         if not isinstance(config, PretrainedConfig):
             raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
@@ -84,7 +84,7 @@ class ModelShape:
                 f"config must be of a model without quantized weights, got the quantization_config of "
                 f"{type(config).__name__}"
             )
-        if config.is_encoder_decoder:  # of some, transformers makes the decoder alone
+        if config.is_encoder_decoder:  # for some of these transformers makes the decoder alone
             raise UnsupportedError(
                 f"config must be of a decoder alone, got the encoder and decoder of {type(config).__name__}"
             )
@@ -110,7 +110,7 @@ class ModelShape:
 
 
 def read_config(path: str | Path) -> Any:
-    """The configuration in a folder, or in a file ``config.json``; no weights are needed, no code is run.
+    """Read the configuration in a folder, or in a file ``config.json``; needs no weights and runs no code.
 
     Raises:
         ArgumentError: there is none, or it is damaged or of an unknown model.
@@ -120,14 +120,14 @@ def read_config(path: str | Path) -> Any:
         raise ArgumentError(f"model must be a config.json, or a local folder with one, got {str(path)!r}")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged file makes transformers raise
+    except Exception as error:  # transformers may raise anything for a damaged file
         raise ArgumentError(
             f"model must have a configuration that loads, got {str(path)!r}: {summary_of(error)}"
         ) from error
 
 
 class _Watched(DynamicCache):  # type: ignore[misc]
-    """Knows the keys and values of one token in each layer."""
+    """Cache that records which layers are called, and keys and values of one token in each."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -137,12 +137,12 @@ class _Watched(DynamicCache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """The same as ``DynamicCache.update``, noting which layers are called."""
+        """``DynamicCache.update``, which records the layer."""
         self.seen[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Any:
-        """The same as ``DynamicCache.update_indexer``, noting which layers are called."""
+        """``DynamicCache.update_indexer``, which records the layer."""
         self.indexed[layer_idx] = indexer_key_states
         return super().update_indexer(indexer_key_states, layer_idx)
 
@@ -152,11 +152,11 @@ _AUTO_CLASSES: Final = [
     for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
     if hasattr(transformers, name)
 ]
-"""What makes the models that generate text, those that see or hear beside it among them."""
+"""Auto classes of models that generate text, multimodal ones included."""
 
 
 def _model_of(config: Any) -> Any:
-    """The model of a configuration, with weights on the device that torch makes tensors on."""
+    """Make the model of a configuration, with weights on torch's default device."""
     auto = next((x for x in _AUTO_CLASSES if type(config) in x._model_mapping), _AUTO_CLASSES[0])
     return auto.from_config(config, attn_implementation="eager").eval()
 
@@ -165,12 +165,12 @@ _TORCH_AUTOCAST: Final = torch.autocast
 
 
 def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's, which knows no meta device; older transformers asks it for one, to turn autocast off."""
+    """``torch.autocast`` for the meta device, too, for which older transformers turns it off."""
     return nullcontext() if device_type == "meta" else _TORCH_AUTOCAST(device_type, *args, **kwargs)
 
 
 def _run_without_data(config: Any) -> tuple[Any, _Watched]:
-    """A model of a copy of ``config``, and the cache in which it has kept one token."""
+    """Make the model from a copy of ``config`` and run it on one token; returns it with its cache."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -178,11 +178,11 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
         with torch.device("meta"), torch.no_grad(), patch.object(torch, "autocast", _autocast):
             model = _model_of(copy.deepcopy(config))  # in which transformers writes how it attends
             if hasattr(model, "set_experts_implementation"):
-                model.set_experts_implementation("batched_mm")  # whose shapes depend on no data
+                model.set_experts_implementation("batched_mm")  # its shapes do not depend on data
             cache = _Watched(model.config.get_text_config(decoder=True))
             one = torch.ones(1, 1, dtype=torch.int64)
             given = as_argument(model, cache)
-            if "cache_params" in signature(model.forward).parameters:  # until 5.23, of recurrent models alone
+            if "cache_params" in signature(model.forward).parameters:  # until 5.23, only for recurrent models
                 given = {"cache_params": cache}
             model(one, attention_mask=one, use_cache=True, **given)
     except Exception as error:

@@ -14,7 +14,7 @@ from kvloom.integrations.transformers.positions import positions_of
 from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
 
 _LONGEST: Final = 1 << 40
-"""Tokens, or sequences, that no search goes beyond."""
+"""Maximum number of tokens, or sequences, of a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class LayerPlan:
 
     Attributes:
         kind: ``"full"``, ``"window"``, ``"latent"`` (MLA), ``"hybrid"``, ``"recurrent"`` or ``"none"``.
-        cache: Of keys and values, or of their codes.
-        scales: Of codes.
-        states: Of recurrent states, which transformers' own layers keep.
-        waste: Those of ``cache`` and ``scales`` in slots that hold no token.
+        cache: Bytes of keys and values, or of their codes.
+        scales: Bytes of scales.
+        states: Bytes of recurrent states, which transformers' own layers keep.
+        waste: Bytes of ``cache`` and ``scales`` in slots without a token.
     """
 
     kind: Kind
@@ -45,15 +45,15 @@ class LayerPlan:
 class Plan:
     """Bytes of a model and its ``KVCache`` with ``batch`` sequences of ``context`` tokens each.
 
-    ``cache + scales`` is ``KVCache.nbytes`` after prompts of that length, and the bytes of a ``KVPool`` of as
-    many token slots in whole pages; ``tables`` are the page tables that attention reads.
+    ``cache + scales`` is ``KVCache.nbytes`` after prompts of that length, and the bytes of a ``KVPool`` with
+    as many token slots in whole pages; ``tables`` are the page tables that attention reads.
 
     Attributes:
-        shape: Of the model.
-        kv: How keys and values are kept.
-        values: How the values are kept, if otherwise; else ``None``.
+        shape: Shape of the model.
+        kv: Format string of keys and values.
+        values: Format string of the values, if it differs; else ``None``.
         context: Tokens of each sequence.
-        batch: Sequences.
+        batch: Number of sequences.
         page_size: Tokens in a page.
         layers: Bytes of each layer.
         tables: Bytes of page tables, one table for all layers of a window.
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def packed(self) -> int:
-        """The most that packed weights take beside the others, where the processor can pack their dtype."""
+        """Maximum bytes of packed weights beside the others, if the processor can pack their dtype."""
         return self.shape.packable if self.pack is True else 0
 
     @property
@@ -97,13 +97,13 @@ class Plan:
 
     @property
     def state_page(self) -> int:
-        """Bytes in which a ``KVPool`` keeps the states behind one text, as float32 in a page."""
+        """Bytes of the page of one text's states in a ``KVPool``, as float32."""
         size = self.page_size
         return sum(-(-layer.state_numel // size) * size * 4 for layer in self.shape.layers)
 
     @property
     def state_tokens(self) -> int:
-        """Tokens whose keys and values take as many bytes as ``state_page``, or a little more."""
+        """Number of tokens whose keys and values have at least as many bytes as ``state_page``."""
         format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
         layers = [*enumerate(self.shape.layers)]
         nbytes = sum(format.of_layer(i).entry(x.entry).nbytes for i, x in layers if x.entry)
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def waste(self) -> int:
-        """Bytes of slots without a token, which are among ``cache`` and ``scales``."""
+        """Bytes of slots without a token, which ``cache`` and ``scales`` include."""
         return sum(layer.waste for layer in self.layers)
 
     @property
@@ -121,7 +121,7 @@ class Plan:
         return self.weights + self.packed + self.cache + self.scales + self.states + self.tables
 
     def by_kind(self) -> dict[Kind, tuple[int, LayerPlan]]:
-        """The number of layers of each kind, and the sum of their bytes."""
+        """Number of layers of each kind, and the sum of their bytes."""
         found: dict[Kind, tuple[int, LayerPlan]] = {}
         for layer in self.layers:
             count, x = found.get(layer.kind, (0, LayerPlan(layer.kind)))
@@ -138,17 +138,17 @@ class Plan:
         return found
 
     def longest_context(self, memory: int) -> int | None:
-        """The most tokens that each of ``batch`` sequences can have, and all fewer ones, in so many bytes.
+        """Longest context of each of ``batch`` sequences up to which every length fits in ``memory`` bytes.
 
-        0 if not even the weights fit; ``None`` if no length takes too much.
+        0 if not even the weights fit; ``None`` if every length fits.
         """
-        # What a window holds goes up and down by a page, so the most that it can hold counts.
+        # The pages of a window vary by one, so the maximum counts.
         return _most(lambda n: self._with(n, self.batch, is_peak=True).total <= memory)
 
     def largest_batch(self, memory: int) -> int | None:
-        """The most sequences of ``context`` tokens that fit into so many bytes.
+        """Largest number of sequences of ``context`` tokens that fit in ``memory`` bytes.
 
-        0 if not even the weights fit; ``None`` if no number takes too much.
+        0 if not even the weights fit; ``None`` if every number fits.
         """
         return _most(lambda n: self._with(self.context, n).total <= memory)
 
@@ -178,13 +178,13 @@ def plan(
     values: str | None = None,
     pack: bool | str = False,
 ) -> Plan:
-    """Bytes of a model and its cache, exactly; needs no weights and allocates nothing.
+    """Compute the exact bytes of a model and its cache; needs no weights and allocates nothing.
 
     Args:
         config: A ``PretrainedConfig``, a ``config.json``, a folder with one, or a ``ModelShape``.
         kv: As of ``KVCache.for_model``.
-        context: Tokens of each sequence; ``None`` for the most that the model was made for.
-        batch: Sequences.
+        context: Tokens of each sequence; ``None`` for the model's maximum.
+        batch: Number of sequences.
         page_size: Tokens in a page.
         values: As ``kv``, for the values alone.
         pack: As of ``enable``: ``True`` for packed weights of linear layers beside the others.
@@ -214,20 +214,20 @@ def plan(
 
 
 def kinds_for(shape: ModelShape) -> list[str]:
-    """Every ``kv`` that a model can have: codes, if they find a group for its head dims."""
+    """Every ``kv`` that a model can have; codes only if its head dims have a group."""
     dims = {side.head_dim for layer in shape.layers if layer.entry for side in layer.entry.sides}
     return [kind for kind in STORAGE if kind not in CODES or all(map(group_for, dims))]
 
 
 def _held(context: int, window: int | None, page_size: int, is_peak: bool) -> tuple[int, int]:
-    """Pages and tokens of one sequence after a prompt of ``context`` tokens, or the most up to there."""
+    """Pages and tokens of one sequence after a prompt of ``context`` tokens, or their maximum until then."""
     if window is None or not context:
         return -(-context // page_size), context
     return _in_window(Sequences(CacheFormat(page_size=page_size), window), context, is_peak)
 
 
 def _in_window(sequences: Sequences, context: int, is_peak: bool) -> tuple[int, int]:
-    """The same of empty sequences with a window."""
+    """As ``_held``, for empty sequences with a window."""
     longest = (sequences.window or 0) + sequences.rollback + sequences.format.page_size - 2
     sequences.reserve(1, min(context, longest) if is_peak else context)
     return sequences.pages.pool.num_pages, sequences.tables[0].num_tokens
@@ -258,7 +258,7 @@ def _layer(
 
 
 def _most(fits: Callable[[int], bool]) -> int | None:
-    """The largest number that fits, if all smaller ones do."""
+    """Largest number that fits, if all smaller ones do."""
     low, high = 0, 1
     while high <= _LONGEST and fits(high):
         low, high = high, 2 * high
