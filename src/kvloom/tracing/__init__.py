@@ -1,1 +1,1 @@
-"""Recordings of pages: files of events, what became of each request, and a page that shows it. No torch."""
+"""Recordings of page events: files, results of each request, and an HTML page. Imports no torch."""

@@ -1,4 +1,4 @@
-"""``kvloom trace record | replay`` and ``kvloom view``. Imports no library that is optional."""
+"""``kvloom trace record | replay`` and ``kvloom view``. Imports no optional library."""
 
 import argparse
 import json
@@ -14,8 +14,8 @@ def add_parsers(commands: Any, record: Callable[[argparse.Namespace], None]) -> 
     """Add ``trace`` and ``view`` to the commands.
 
     Args:
-        commands: What ``add_subparsers`` gave.
-        record: Runs ``trace record``, which needs a model.
+        commands: Result of ``add_subparsers``.
+        record: Function that runs ``trace record``, which needs a model.
     """
     actions = commands.add_parser("trace", help="what happened to pages: record, replay").add_subparsers(
         required=True, metavar="action"

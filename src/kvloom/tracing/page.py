@@ -1,4 +1,4 @@
-"""One page of HTML that shows a recording: it loads nothing, and has all of it inside."""
+"""Self-contained HTML page that shows a recording."""
 
 import json
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ _ESCAPED: Final = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"
 
 
 def page_of(lines: Iterable[dict[str, Any]]) -> str:
-    """The page, in HTML.
+    """HTML page of a recording.
 
     Args:
-        lines: Of a recording, as ``Events.lines`` and ``read_lines`` give them.
+        lines: Lines of the recording, as of ``Events.lines`` and ``read_lines``.
     """
     head, *rest = lines
     nodes = [[x["node"], x["parent"], x["tenant"], x.get("text", "")] for x in rest if "node" in x]
@@ -26,7 +26,7 @@ def page_of(lines: Iterable[dict[str, Any]]) -> str:
         if "kind" in x
     ]
     data = json.dumps({"head": head, "nodes": nodes, "events": events}, separators=(",", ":"))
-    # Nothing in a string can end the script: what HTML could read is escaped, as JSON allows.
+    # Characters with a meaning in HTML are escaped, as JSON allows, so that no string can end the script.
     text = read_page("kvloom.tracing", "view.html")
     return text.replace(_PLACE, data.translate(_ESCAPED), 1)
 

@@ -1,4 +1,4 @@
-"""Recording for whatever owns a pool of pages and finds them by their tokens."""
+"""Recording of events, for owners of a pool of pages with a prefix tree."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,15 +12,15 @@ from kvloom.tracing.page import write_page
 
 
 class Recorded(NamedTuple):
-    """A pool of pages and its tree, which are recorded.
+    """Pool of pages and its prefix tree, to record.
 
     Attributes:
-        pool: The pages.
-        tree: That finds them.
-        tables: Gives those that hold pages now.
+        pool: Pool of the pages.
+        tree: Prefix tree of the pool.
+        tables: Function that returns the tables that hold pages now.
         page_bytes: Bytes of a page in all layers, 0 if that is not known yet.
-        lock: Held by whoever changes or reads any of it.
-        record: Is told of the events when they begin, to add what becomes of other things than pages.
+        lock: Lock for reading and changing any of these.
+        record: Called with the events when recording begins, to add events of other things than pages.
     """
 
     pool: PagePool
@@ -32,15 +32,15 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """Methods of an owner of pages that says, when told to, what happens to them and why a text is missed."""
+    """Mixin of owners of pages that can record events of pages and causes of misses."""
 
     def _recorded(self) -> Recorded:
-        """The pages, from any thread."""
+        """Pool and tree to record; callable from any thread."""
         raise NotImplementedError
 
     @property
     def events(self) -> Events | None:
-        """The events that ``record`` records, ``None`` before. They change while pages do."""
+        """Events that ``record`` records; ``None`` before. They change while pages do."""
         recorded = self._recorded()
         events = recorded.pool.events
         if events is not None:
@@ -48,12 +48,12 @@ class Recorder:
         return events
 
     def record(self, capacity: int = 100_000) -> Events:
-        """Record what happens to the pages from now on; ``save_events`` writes it, and ``view`` shows it.
+        """Record events of the pages from now on; ``save_events`` writes them, and ``view`` shows them.
 
-        What is held already is nobody's, to events. Recording again begins anew.
+        Pages that are held already belong to no request. Calling it again restarts the recording.
 
         Args:
-            capacity: Events that are kept, the latest ones.
+            capacity: Number of last events to keep.
 
         Raises:
             ArgumentError: ``capacity`` is less than 1; nothing was changed.
@@ -68,11 +68,11 @@ class Recorder:
             return events
 
     def view(self, path: str | Path = "pages.html", decode: Callable[[list[int]], str] | None = None) -> Path:
-        """Write what was recorded as a page of HTML, which has all of it inside.
+        """Write the recording as a self-contained HTML page.
 
         Args:
             path: File to write.
-            decode: Token ids to text; without it neither text nor token ids are written.
+            decode: Function from token ids to text; without it neither text nor token ids are written.
 
         Returns:
             ``path``.
@@ -84,7 +84,7 @@ class Recorder:
         return Path(path)
 
     def save_events(self, path: str | Path, decode: Callable[[list[int]], str] | None = None) -> None:
-        """Write what was recorded as JSON lines, which ``kvloom view`` and ``kvloom trace replay`` read.
+        """Write the recording as JSON lines, for ``kvloom view`` and ``kvloom trace replay``.
 
         Args, Raises:
             As ``view``.
@@ -92,7 +92,7 @@ class Recorder:
         write_lines(self._lines(decode), path)
 
     def _why(self, tokens: Sequence[int], salt: str) -> list[Miss]:
-        """Why the full pages of ``tokens`` would be missed now; those that would be found have none."""
+        """Causes for which full pages of ``tokens`` would be missed now."""
         pool, tree, _, _, lock, _ = self._recorded()
         with lock:
             events, found = self._expect_events(), tree.num_known(tokens, salt)
@@ -105,7 +105,7 @@ class Recorder:
         return events
 
     def _lines(self, decode: Callable[[list[int]], str] | None) -> list[dict[str, Any]]:
-        """Taken at one moment; text is made afterwards, without the lock."""
+        """Lines of one moment; text is decoded afterwards, without the lock."""
         with self._recorded().lock:
             lines = list(self._expect_events().lines(tokens=decode is not None))
         if decode is not None:

@@ -1,4 +1,4 @@
-"""A file of events, and of each request which pages it found and why it missed the others."""
+"""Files of events, and the pages that each request found or missed."""
 
 import json
 from collections import Counter
@@ -13,15 +13,15 @@ from kvloom.paging.events import FORMAT
 
 @dataclass(slots=True)
 class Asked:
-    """The lookup of a request: which of its full pages were found, read or missed.
+    """Look-up of a request: its full pages that were found, read or missed.
 
     Attributes:
-        tenant: That stands for its salt.
-        tokens: Of its text.
-        nodes: The pages, in order.
-        found: How many at the beginning were there.
-        read: Pages that were read from a store, by their places.
-        misses: Of each other page, by its place, the fields of its ``Miss``.
+        tenant: Public name of its salt.
+        tokens: Number of tokens of its text.
+        nodes: Nodes of the pages, in order.
+        found: Number of first pages that were found.
+        read: Places of the pages that were read from a store.
+        misses: Fields of the ``Miss`` of each other page, by place.
     """
 
     tenant: str
@@ -33,10 +33,10 @@ class Asked:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that ``Events.save`` wrote, the head first.
+    """Read the lines of a file by ``Events.save``, the header first.
 
     Raises:
-        ArgumentError: the file cannot be read, or a line is none of a recording.
+        ArgumentError: the file cannot be read, or a line is not one of a recording.
     """
     lines: list[dict[str, Any]] = []
     try:
@@ -51,7 +51,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def requests_of(lines: Iterable[dict[str, Any]]) -> dict[int, Asked]:
-    """The lookup of each request, by its number; those that are not in the recording are left out."""
+    """Look-up of each request in the recording, by number."""
     made: dict[int, Asked] = {}
     for line in lines:
         kind, request = line.get("kind"), made.get(line.get("request", 0))
@@ -84,7 +84,7 @@ _SAID: Final = ("cause", "at", "time", "by", "more", "what")
 
 
 def causes_of(requests: Iterable[Asked]) -> Counter[str]:
-    """Missed pages of all requests by their causes."""
+    """Number of missed pages of all requests, by cause."""
     return Counter(miss["cause"] for request in requests for miss in request.misses.values())
 
 

@@ -1,4 +1,4 @@
-"""Lookups replayed through the pool and the tree that serve, recorded, one after the other."""
+"""Replay of look-ups through pool and prefix tree, one after the other, with a recording."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ _ALL: Final = 1 << 40
 
 
 class Lookup(NamedTuple):
-    """A text that is looked up.
+    """Look-up of a text.
 
     Attributes:
         time: Seconds from the beginning.
-        tenant: That stands for its salt.
-        tokens: Of the text.
-        pages: Of each full page a number that no other page has.
+        tenant: Public name of its salt.
+        tokens: Number of tokens of the text.
+        pages: Unique number of each full page.
     """
 
     time: float
@@ -29,7 +29,7 @@ class Lookup(NamedTuple):
 
 
 class _Clock:
-    """The time of the lookup that runs."""
+    """Clock with the time of the present look-up."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ class _Clock:
 
 
 def read_lookups(path: Path) -> tuple[list[Lookup], int]:
-    """The lookups of a recording, or of a trace in Mooncake's format, and the tokens in a page.
+    """Read the look-ups of a recording, or of a trace in Mooncake's format, and the page size.
 
     Raises:
         ArgumentError: the file is neither.
@@ -57,20 +57,20 @@ def read_lookups(path: Path) -> tuple[list[Lookup], int]:
 
 
 def lookups_of(lines: Iterable[dict[str, Any]]) -> list[Lookup]:
-    """Those of the lines of a recording."""
+    """Look-ups of the lines of a recording."""
     return [Lookup(x["t"], x["tenant"], x["tokens"], x["nodes"]) for x in lines if x.get("kind") == "begin"]
 
 
 def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1, capacity: int = _ALL) -> Events:
-    """Let one request after the other find, compute and leave its pages; each begins when the last has ended.
+    """Replay requests one after the other: each finds, computes and leaves its pages.
 
-    Of a text of more pages than there are, the first ones are kept.
+    If a text has more pages than the pool, its first pages are kept.
 
     Args:
-        lookups: In order.
-        num_pages: Of the pool.
-        page_size: Tokens in a page, which are counted and not compared.
-        capacity: Events to keep.
+        lookups: Look-ups in order.
+        num_pages: Number of pages of the pool.
+        page_size: Tokens in a page, which are counted, not compared.
+        capacity: Number of events to keep.
 
     Raises:
         ArgumentError: ``num_pages`` is less than 1.
@@ -78,7 +78,7 @@ def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1, capaci
     if num_pages < 1:
         raise ArgumentError(f"num_pages must be at least 1, got {num_pages}")
     pool, clock = PagePool(num_pages), _Clock()
-    tree = PrefixTree(pool, page_size=1)  # the number of a page stands for its tokens
+    tree = PrefixTree(pool, page_size=1)  # numbers of pages are used as tokens
     events = tree.record(capacity, max_remembered=_ALL, clock=clock)
     events.scale = page_size
     for text in lookups:

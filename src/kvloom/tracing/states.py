@@ -1,4 +1,4 @@
-"""Recurrent states in a recording of pages: behind which texts they are kept, found and evicted."""
+"""Events of recurrent states in a recording of pages: kept, found and evicted ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,18 +7,18 @@ from kvloom.paging import Events, PageRef, PrefixTree
 
 
 class StateEvents:
-    """Notes what becomes of states, whose pages are in a pool of their own, among the events of pages."""
+    """Recorder of states, whose pages are in their own pool, among the events of pages."""
 
     def __init__(self) -> None:
         self._events: Events | None = None
-        self._nodes: dict[PageRef, int] = {}  # of each page of states, the last page of its text
+        self._nodes: dict[PageRef, int] = {}  # last page of the text of each page of states
 
     def __reduce__(self) -> Any:
-        """A copy or a saved pool records nothing."""
+        """Pickle as empty: a copy or a saved pool records nothing."""
         return StateEvents, ()
 
     def record(self, events: Events, tree: PrefixTree) -> None:
-        """Note from now on what becomes of the states that ``tree`` finds; those that are there are kept."""
+        """Record events of the states in ``tree`` from now on; present ones are recorded as kept."""
         self._events, self._nodes = events, {}
         self.note(events, tree, "kept", 0)
 
@@ -30,14 +30,14 @@ class StateEvents:
         request: int,
         found: Sequence[PageRef] = (),
     ) -> None:
-        """Note which states came and went since the last time.
+        """Record states that were added or evicted since the last call.
 
         Args:
-            events: Those of the pages, if they are recorded.
-            tree: Finds the pages of states.
-            what: What has become of those that came: ``"kept"`` or ``"read"``.
-            request: For which.
-            found: Pages of states that the request goes on from.
+            events: Events of the pages; ``None`` if they are not recorded.
+            tree: Prefix tree of the pages of states.
+            what: Event of added states: ``"kept"`` or ``"read"``.
+            request: Number of the request.
+            found: Pages of states that the request continues from.
         """
         if events is None or events is not self._events:
             return
