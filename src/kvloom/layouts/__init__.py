@@ -1,4 +1,4 @@
-"""Named layouts, and any layout to any other: keys and values of every layer, without touching a code.
+"""Named layouts, and conversion of any layout to any other: keys and values of every layer, codes unchanged.
 
 Names load on first use, since ``kvloom --help`` needs no torch.
 """

@@ -1,4 +1,4 @@
-"""Layouts that have a name: their axes, who defined them and where."""
+"""Catalog of named layouts: axes, owner and document."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,16 +10,16 @@ from kvloom.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class NamedLayout:
-    """The axis orders of keys and of values.
+    """Named axis orders of keys and of values.
 
     Attributes:
-        name: As ``find_layout`` takes it.
-        key: Axes of keys, or of both where they have the axis ``2``. An ``x`` in place of the size of a chunk
-            stands for the elements in ``piece_bytes``.
-        value: Axes of values; ``""`` where they are those of keys.
-        owner: The project that defined it.
-        document: Where its owner describes it.
-        piece_bytes: Bytes of a piece of a head vector that lies together, where ``x`` stands for one.
+        name: Name, as for ``find_layout``.
+        key: Axes of keys, or of both if they have the axis ``2``. ``x`` as the size of a chunk is the number
+            of elements in ``piece_bytes``.
+        value: Axes of values; ``""`` for those of keys.
+        owner: Project that defined it.
+        document: Address of the owner's description.
+        piece_bytes: Bytes of a contiguous chunk of a head vector, for ``x``.
     """
 
     name: str
@@ -36,14 +36,14 @@ class NamedLayout:
 
     @property
     def axes(self) -> str:
-        """The axes of keys and, where they differ, of values after a ``|``."""
+        """Axes of keys and, if they differ, of values after a ``|``."""
         return f"{self.key} | {self.value}" if self.value else self.key
 
     def of(self, side: str, itemsize: int) -> CacheLayout:
-        """The layout of ``side`` (``"key"``, ``"value"`` or, of both, ``"cache"``) for a dtype.
+        """Layout of ``side`` (``"key"``, ``"value"`` or, for both, ``"cache"``) for a dtype.
 
         Args:
-            side: Which tensor.
+            side: Side of the tensor.
             itemsize: Bytes of an element.
         """
         axes = self.value if side == "value" and self.value else self.key
@@ -106,14 +106,14 @@ LAYOUTS: Final = {
         ),
     )
 }
-"""By name."""
+"""Layouts by name."""
 
 
 def find_layout(name: str, layout: NamedLayout | CacheLayout | str) -> NamedLayout:
-    """The layout with this name, or with these axes.
+    """Find the layout with this name, or with these axes.
 
     Args:
-        name: What an error calls it.
+        name: Name of the argument in errors.
         layout: A name of ``LAYOUTS``, or axes: ``"2 B S H D"``, or those of keys and values apart,
             ``"B H D/8 S D%8 | B H D S"``.
 

@@ -1,4 +1,4 @@
-"""Any layout to any other, in one pass: each code and scale goes from where it lies to where it belongs."""
+"""Conversion of any layout to any other, in one pass, of codes and scales."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from kvloom.layouts.tensors import MAX_SHARDS, KVTensors, prefix, shard_heads
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How keys and values of all layers are to be spread over tensors.
+    """Target of a conversion: layout, page size and shards of the keys and values of all layers.
 
     Attributes:
         layout: A name of ``kvloom.layouts.LAYOUTS``, or axes.
         page_size: Slots in a page (or in a row of a batch); those of the source if ``None``.
-        shards: Parts over which the heads are spread evenly, 1 to 8.
+        shards: Number of parts to which the heads are distributed evenly, 1 to 8.
     """
 
     layout: NamedLayout | CacheLayout | str
@@ -41,21 +41,21 @@ class Placement:
 
 
 class Move(NamedTuple):
-    """One copy: all slots of some heads of one layer."""
+    """Copy of all slots of some heads of one layer."""
 
     source: KVView
     target: KVView
 
 
 def convert(source: KVTensors, target: KVTensors | Placement | NamedLayout | CacheLayout | str) -> KVTensors:
-    """Copy keys, values and scales of ``source`` into another layout, bit for bit.
+    """Copy keys, values and scales of ``source`` to another layout, bit for bit.
 
     Slot n of the source, ``block * page_size + offset``, becomes slot n of the target. Layers and heads keep
-    their numbers, however they are spread over tensors. Nothing is rounded or quantized again, and each
-    element is read and written once.
+    their numbers in any distribution to tensors. Nothing is rounded or quantized again, and each element is
+    read and written once.
 
     Args:
-        source: What to convert.
+        source: Tensors to convert.
         target: Tensors to write; or a placement or layout, for which tensors are made.
 
     Returns:
@@ -78,7 +78,7 @@ def convert(source: KVTensors, target: KVTensors | Placement | NamedLayout | Cac
 
 
 def plan(source: KVTensors, target: KVTensors) -> list[Move]:
-    """The copies that convert ``source`` to ``target``: one for each layer and pair of shards that meet.
+    """Copies that convert ``source`` to ``target``: one for each layer and pair of overlapping shards.
 
     Raises:
         ArgumentError, ShapeError: as ``convert``.
@@ -112,7 +112,7 @@ def _between_shards(sources: tuple[KVView, ...], targets: tuple[KVView, ...]) ->
 
 
 def _heads(view: KVView, first: int, count: int) -> KVView:
-    """``count`` heads of ``view``."""
+    """View of ``count`` heads of ``view``."""
     if count == view.num_heads:
         return view
 
@@ -144,7 +144,7 @@ def _elements(side: Side | None) -> str:
 
 
 def _allocate(source: KVTensors, placement: Placement) -> KVTensors:
-    """New tensors for ``source``."""
+    """Allocate tensors for ``source``."""
     layout = find_layout("layout", placement.layout)
     first = source.views[0][0]
     names = layout.of("key", 1).names
@@ -160,7 +160,7 @@ def _allocate(source: KVTensors, placement: Placement) -> KVTensors:
         )
     heads = shard_heads("heads", source.heads or first.num_heads, placement.shards)
     num_layers = len(source.views)
-    together = num_layers if "L" in names else 1  # layers in one tensor
+    together = num_layers if "L" in names else 1  # number of layers in one tensor
     if together > 1:
         for layer, views in enumerate(source.views):
             if [*map(_elements, views[0].sides)] != [*map(_elements, first.sides)]:
@@ -185,7 +185,7 @@ def _allocate(source: KVTensors, placement: Placement) -> KVTensors:
 
 
 def _roles(layout: NamedLayout, view: KVView) -> dict[str, Side]:
-    """The tensors to make for a layer, and what an element of each is like."""
+    """Names of the tensors to make for a layer, each with a side as model of its elements."""
     if not layout.is_joint:
         return {"key": view.key} if view.value is None else {"key": view.key, "value": view.value}
     key, value = _elements(view.key), _elements(view.value)
@@ -198,6 +198,6 @@ def _roles(layout: NamedLayout, view: KVView) -> dict[str, Side]:
 
 
 def _empty(layout: CacheLayout, sizes: dict[str, int], like: Tensor) -> Tensor:
-    """Memory for elements ``like`` these, ``[B, S/s, s, H, D/d, d]``."""
+    """Allocate a tensor for elements ``like`` these, ``[B, S/s, s, H, D/d, d]``."""
     shape = layout.shape(**sizes, D=like.shape[-2:].numel())
     return torch.empty(shape, dtype=like.dtype, device=like.device)

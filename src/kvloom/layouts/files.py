@@ -19,15 +19,14 @@ def convert_file(
     """Convert a file of tensors, named as in ``KVTensors``, to another layout.
 
     Args:
-        source: The file to read, mapped into memory.
-        target: The file to write; it appears when it is complete.
+        source: The file to read, memory-mapped.
+        target: The file to write; it is visible only when complete.
         source_layout: A name of ``LAYOUTS``, or axes.
-        placement: Of the target.
-        heads: Heads of all shards, where ``source_layout`` merges H with D; the file's own metadata, as this
-            function writes it, if ``None``.
+        placement: Layout, page size and shards of the target.
+        heads: Heads of all shards, if ``source_layout`` merges H with D; ``None`` for the file's metadata, as
+            this function writes it.
 
-    Returns:
-        What was written.
+        Returns: The tensors that were written.
 
     Raises:
         ArgumentError: ``source`` is damaged, or the target cannot hold it without loss.
@@ -38,7 +37,7 @@ def convert_file(
 
     layout = find_layout("source_layout", source_layout)
     with source.open("rb"):
-        pass  # what the system says of it
+        pass  # the system's message
     try:
         with safe_open(source, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}

@@ -1,4 +1,4 @@
-"""The layouts of LMCache: nested lists of tensors that an engine registers there, read and made.
+"""Layouts of LMCache: nested lists of tensors that an engine registers there, read and made.
 
 LMCache names a layout by the axes of its lists and of the tensors in them: ``NL_X_NB_TWO_BS_NH_HS`` is a list
 of NL layers of tensors ``[NB, 2, BS, NH, HS]``. The names are parsed, so that new ones of the same words need
@@ -19,10 +19,10 @@ from kvloom.layouts.conversion import Placement, convert
 from kvloom.layouts.tensors import KVTensors
 
 NestedTensors: TypeAlias = "Tensor | Sequence[NestedTensors]"
-"""A tensor, or lists of them in lists."""
+"""Tensor, or nested lists of tensors."""
 
 _LISTS: Final = {"NL": "L", "TWO": "2", "NP": "2"}
-"""Axes that lists stand for; planes of a latent are its keys and values."""
+"""Axes of lists; planes of a latent are its keys and values."""
 
 _DIMS: Final = {
     "NB": "B",
@@ -35,15 +35,15 @@ _DIMS: Final = {
     "CS": "(2 D)",
     "ONE": "1",
 }
-"""Axes of dimensions; ``1`` is one of one element, for no axis or the one head of a latent."""
+"""Axes of dimensions; ``1`` has one element, for no axis or the one head of a latent."""
 
 
 @dataclass(frozen=True, slots=True)
 class LMCacheFormat:
-    """A layout of LMCache.
+    """Layout of LMCache.
 
     Attributes:
-        name: Of LMCache's ``EngineKVFormat``.
+        name: Name in LMCache's ``EngineKVFormat``.
         lists: Axes of the lists, the outermost first: ``L`` layers, ``2`` keys and values.
         dims: Axes of the dimensions of a tensor, as of ``CacheLayout``; ``1`` for a dimension without.
 
@@ -57,7 +57,7 @@ class LMCacheFormat:
 
     @classmethod
     def of(cls, name: str) -> "LMCacheFormat":
-        """The layout of this name."""
+        """Parse the layout with this name."""
         if not isinstance(name, str):
             raise ArgumentError(f"format must be a name of LMCache's EngineKVFormat, got {name!r}")
         *lists, inner = (part.split("_") for part in name.split("_X_"))
@@ -72,7 +72,7 @@ class LMCacheFormat:
 
     @property
     def layout(self) -> CacheLayout:
-        """Of a tensor without its dimensions of one."""
+        """Layout of a tensor without its dimensions of one element."""
         axes = [axis for axis in self.dims if axis != "1"]
         if "H" not in axes and "D" in axes:
             axes[axes.index("D")] = "(H D)"
@@ -80,23 +80,23 @@ class LMCacheFormat:
 
     @property
     def partition(self) -> list[list[str]]:
-        """The logical axes of lists and dimensions in order: L layers, B pages, N tokens of a page, H heads,
-        C elements of a head, KV keys and values."""
+        """Logical axes of lists and dimensions, in order: L layers, B pages, N tokens of a page, H heads, C
+        elements of a head, KV keys and values."""
         letters = {"2": ["KV"], "S": ["N"], "T": ["B", "N"], "D": ["C"], "(2 D)": ["KV", "C"], "1": []}
         return [letters.get(axis, [axis]) for axis in (*self.lists, *self.dims)]
 
 
 def from_lmcache(kv_caches: NestedTensors, format: str, *, heads: int | None = None) -> KVTensors:
-    """Keys and values as an engine registers them with LMCache; memory is shared.
+    """Keys and values from tensors that an engine registers with LMCache; memory is shared.
 
     Args:
         kv_caches: Lists of tensors, or one, in this format.
         format: A name of LMCache's ``EngineKVFormat``.
-        heads: Key/value heads, where the format does not have them in a dimension of their own and it is not
-            a latent.
+        heads: Number of key/value heads, if they have no dimension of their own in the format and it is not a
+            latent.
 
     Raises:
-        ArgumentError: the name is none, the lists are not nested as it says, or latents have three planes.
+        ArgumentError: there is no such name, the lists are nested otherwise, or latents have three planes.
         ShapeError: a tensor has other dimensions.
     """
     found = LMCacheFormat.of(format)
@@ -109,10 +109,10 @@ def from_lmcache(kv_caches: NestedTensors, format: str, *, heads: int | None = N
 
 
 def to_lmcache(source: KVTensors, format: str, *, page_size: int | None = None) -> Any:
-    """Keys and values in new tensors, nested as LMCache has them.
+    """Copy keys and values to new tensors, nested as in LMCache.
 
     Args:
-        source: What to convert, in one shard.
+        source: Tensors to convert, in one shard.
         format: A name of LMCache's ``EngineKVFormat``.
         page_size: Tokens in a page; those of ``source`` if ``None``.
 
@@ -120,7 +120,7 @@ def to_lmcache(source: KVTensors, format: str, *, page_size: int | None = None) 
         Lists of contiguous tensors in this format, or one tensor.
 
     Raises:
-        ArgumentError: the name is none, or the format cannot hold the source without loss.
+        ArgumentError: there is no such name, or the format cannot hold the source without loss.
         ShapeError: the same.
     """
     found = LMCacheFormat.of(format)
@@ -153,7 +153,7 @@ def _axis(name: str, word: str, known: Mapping[str, str]) -> str:
 def _leaves(
     x: NestedTensors, found: LMCacheFormat, place: dict[str, int]
 ) -> Iterator[tuple[dict[str, int], Tensor]]:
-    """All tensors, each with its place in the lists."""
+    """Iterate over all tensors, each with its place in the lists."""
     if len(place) == len(found.lists):
         expect_tensor(_shown(place), x)
         yield place, x  # type: ignore[misc]  # it is one
@@ -174,7 +174,7 @@ def _shown(place: Mapping[str, int]) -> str:
 
 
 def _without_ones(name: str, x: Tensor, dims: Sequence[str]) -> Tensor:
-    """A view without the dimensions that stand for no axis."""
+    """View without the dimensions that have no axis."""
     ones = [i for i, axis in enumerate(dims) if axis == "1"]
     if x.ndim != len(dims) or any(x.shape[i] != 1 for i in ones):
         raise ShapeError(f"{name} must have the axes [{' '.join(dims)}], got shape {list(x.shape)}")

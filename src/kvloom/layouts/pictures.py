@@ -16,7 +16,7 @@ _STYLE: Final = "text{font:11px ui-monospace,monospace}.t{fill:#888}.e{text-anch
 
 
 class Cell(NamedTuple):
-    """One element: ``side`` is K, V or, where one layout is for both, a space."""
+    """Element of a picture: ``side`` is K, V or, if one layout is for both, a space."""
 
     side: str
     token: int
@@ -25,7 +25,7 @@ class Cell(NamedTuple):
 
 
 def cells(axes: str) -> list[Cell]:
-    """The elements of a small tensor with ``axes`` in the order of memory; chunks are of two."""
+    """Elements of a small tensor with ``axes``, in the order of memory; chunks have two elements."""
     terms = [
         term._replace(chunk=2 if term.part and term.chunk > 1 else term.chunk)
         for dim in CacheLayout(axes.replace("x", "2")).dims
@@ -43,7 +43,7 @@ def cells(axes: str) -> list[Cell]:
 
 
 def strips(layout: NamedLayout) -> Iterator[tuple[str, list[Cell]]]:
-    """A strip of memory of each tensor that has an order of its own, and what it holds."""
+    """Name and elements, in the order of memory, of each tensor that has its own order."""
     if layout.is_joint:
         yield "cache", cells(layout.key)
     elif layout.value:
@@ -54,7 +54,7 @@ def strips(layout: NamedLayout) -> Iterator[tuple[str, list[Cell]]]:
 
 
 def as_text(layout: NamedLayout) -> str:
-    """The picture in characters: each column an element, left to right as in memory."""
+    """Picture as text: each column is an element, left to right as in memory."""
     lines = []
     for title, strip in strips(layout):
         rows = [
@@ -70,7 +70,7 @@ def as_text(layout: NamedLayout) -> str:
 
 
 def as_svg(layout: NamedLayout) -> str:
-    """The picture as SVG: a color for each token, lighter for the second head, the element in its cell."""
+    """Picture as SVG: a color for each token, lighter for the second head, the element in its cell."""
     drawn = list(strips(layout))
     width = _CELL * max(min(len(strip), _COLUMNS) for _, strip in drawn)
     height = 4 + sum(20 + 22 * math.ceil(len(strip) / _COLUMNS) for _, strip in drawn)

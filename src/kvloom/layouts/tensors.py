@@ -1,4 +1,4 @@
-"""The tensors of a whole cache, by name, and what they hold: layers, shards, pages, codes and scales."""
+"""Tensors of a whole cache, by name: layers, shards, pages, codes and scales."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -23,18 +23,18 @@ _NAME: Final = re.compile(rf"(?:layers\.(0|[1-9]\d*)\.)?(?:shards\.(\d)\.)?({'|'
 class KVTensors:
     """Keys and values of all layers in one layout.
 
-    A tensor is named ``key`` or ``value``, or ``cache`` where one holds both; its scales are ``key_scale``,
-    ``value_scale`` or ``scale``. In front of that stand the layer, where there are several and the layout has
-    no axis L, and the shard, where the heads are spread over several: ``layers.3.shards.0.key``.
+    A tensor is named ``key`` or ``value``, or ``cache`` if it has both; its scales are ``key_scale``,
+    ``value_scale`` or ``scale``. A prefix has the layer, if there are several and the layout has no axis L,
+    and the shard, if there are several: ``layers.3.shards.0.key``.
 
     Attributes:
-        tensors: By name. Quantized ones have the dtype of their codes (``kvloom.core.entries``), such as
-            uint8 with two 4-bit codes in a byte; safetensors may have no name for it.
+        tensors: Tensors by name. Quantized ones have the dtype of their codes (``kvloom.core.entries``), such
+            as uint8 with two 4-bit codes in a byte; safetensors may have no name for it.
         layout: A name of ``kvloom.layouts.LAYOUTS``, or axes.
-        heads: Key/value heads of all shards together; needed only where the layout merges H with D.
+        heads: Number of key/value heads of all shards; needed only if the layout merges H with D.
 
     Raises:
-        ArgumentError: a name is none of these, or a tensor of a layer or shard is missing.
+        ArgumentError: a name is invalid, or a tensor of a layer or shard is missing.
         ShapeError: the tensors do not fit the layout, or each other.
     """
 
@@ -42,7 +42,7 @@ class KVTensors:
     layout: NamedLayout | CacheLayout | str
     heads: int | None = None
     views: tuple[tuple[KVView, ...], ...] = field(init=False, repr=False)
-    """Of each layer, each shard."""
+    """Views of each shard of each layer."""
 
     def __post_init__(self) -> None:
         layout = find_layout("layout", self.layout)
@@ -74,12 +74,12 @@ class KVTensors:
 
     @property
     def num_shards(self) -> int:
-        """Parts that the heads are spread over."""
+        """Number of shards of the heads."""
         return len(self.views[0])
 
     @property
     def num_slots(self) -> int:
-        """Token slots of every layer."""
+        """Number of token slots of every layer."""
         return self.views[0][0].num_slots
 
     @property
@@ -90,15 +90,15 @@ class KVTensors:
 
 
 def prefix(layer: int, shard: int, num_layers: int, num_shards: int) -> str:
-    """The prefix of the names of tensors of this layer and shard."""
+    """Prefix of the names of tensors of this layer and shard."""
     return (f"layers.{layer}." if num_layers > 1 else "") + (f"shards.{shard}." if num_shards > 1 else "")
 
 
 def shard_heads(name: str, heads: int, num_shards: int) -> int:
-    """Heads of each shard.
+    """Number of heads of each shard.
 
     Raises:
-        ArgumentError: ``heads``, which the error calls ``name``, cannot be spread evenly.
+        ArgumentError: ``heads``, called ``name`` in the error, cannot be distributed evenly.
     """
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or heads % num_shards:
         raise ArgumentError(f"{name} must be a multiple of {num_shards} shards, got {heads!r}")
@@ -106,7 +106,7 @@ def shard_heads(name: str, heads: int, num_shards: int) -> int:
 
 
 def _by_part(tensors: Mapping[str, Tensor], layout: NamedLayout) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """The tensors of each layer and shard, by the last word of their name."""
+    """Tensors of each layer and shard, by the last word of their name."""
     wanted = JOINT if layout.is_joint else SPLIT
     has_layers = "L" in layout.of("key", 1).names
     parts: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -129,7 +129,7 @@ def _by_part(tensors: Mapping[str, Tensor], layout: NamedLayout) -> dict[tuple[i
 
 
 def _views(roles: dict[str, Tensor], layout: NamedLayout, heads: int | None, front: str) -> list[KVView]:
-    """The views of all layers that the tensors hold."""
+    """Views of all layers of the tensors."""
     first = "cache" if layout.is_joint else "key"
     if first not in roles:
         raise ArgumentError(f"tensors must have {front}{first} in layout {layout.name!r}, got {[*roles]}")
