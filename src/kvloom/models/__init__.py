@@ -1,4 +1,4 @@
-"""The small language model of the distribution ``kvloom-model``, and the text it is trained and measured on.
+"""Small language model of the distribution ``kvloom-model``, and the text for its training and measurements.
 
 Imports no torch: it only finds and checks model folders and the corpus.
 """
@@ -23,10 +23,10 @@ _IN_CHECKOUT = Path(__file__).parents[3] / "model/src/kvloom_model/stdlib-4m"
 
 
 def bundled_model_path() -> Path:
-    """The folder of the bundled model, for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`.
+    """Folder of the bundled model, for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`.
 
     Raises:
-        ModuleNotFoundError: ``kvloom-model`` is not installed, and this is no checkout, which has its files.
+        ModuleNotFoundError: ``kvloom-model`` is not installed, and this is no checkout with its files.
     """
     if _IN_CHECKOUT.is_dir():
         return _IN_CHECKOUT

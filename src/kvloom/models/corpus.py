@@ -1,4 +1,4 @@
-"""The text the bundled model is trained and measured on: the running interpreter's own standard library.
+"""Corpus of the bundled model: the standard library of the running interpreter.
 
 Files are split into train and held-out by a hash of their path, so every Python can rebuild the same split.
 """
@@ -28,27 +28,27 @@ _GENERATED = ("encodings/", "stringprep.py", "html/entities.py", "msilib/", "con
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A source file: its `name` is the path below the library's root, with forward slashes."""
+    """Source file; its `name` is the path below the library's root, with forward slashes."""
 
     name: str
     path: Path
     split: Split
 
     def read(self) -> str:
-        """The file's text; line ends become a single newline and bytes that are not UTF-8 are replaced."""
+        """Read the file; line ends become a single newline and bytes that are not UTF-8 are replaced."""
         return self.path.read_text(encoding="utf-8", errors="replace")
 
 
 def split_of(name: str) -> Split:
-    """The split of the file called `name` (see `SourceFile`)."""
+    """Split of the file called `name` (see `SourceFile`)."""
     digest = hashlib.sha256(name.encode()).digest()
     return "heldout" if int.from_bytes(digest[:4], "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
 def corpus_files(split: Split | None = None, root: Path | None = None) -> list[SourceFile]:
-    """The corpus, or one `split` of it, in order of name; `root` defaults to this Python's library.
+    """Files of the corpus, or one `split` of it, in order of name; `root` defaults to this Python's library.
 
-    Raises `FileNotFoundError` where there are no sources, as in a zipped or compiled-only installation.
+    Raises `FileNotFoundError` if there are no sources, as in a zipped or compiled-only installation.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     files = [SourceFile(name, folder / name, split_of(name)) for name in sorted(_names(folder))]
@@ -61,7 +61,7 @@ def corpus_files(split: Split | None = None, root: Path | None = None) -> list[S
 
 
 def iter_texts(split: Split, min_characters: int = 1) -> Iterator[str]:
-    """The text of each file of `split` that has at least `min_characters` characters, in order of name."""
+    """Texts of the files of `split` with at least `min_characters` characters, in order of name."""
     for file in corpus_files(split):
         text = file.read()
         if len(text) >= min_characters:
@@ -75,7 +75,7 @@ def corpus_digest(files: list[SourceFile]) -> str:
 
 def _names(folder: Path) -> Iterator[str]:
     for parent, directories, filenames in os.walk(folder):
-        # Pruned here, because installed packages may hold far more files than the library itself.
+        # Pruned here, because installed packages may have far more files than the library itself.
         directories[:] = set(directories) - _SKIPPED_DIRECTORIES
         for filename in filenames:
             name = Path(parent, filename).relative_to(folder).as_posix()

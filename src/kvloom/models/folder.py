@@ -1,4 +1,4 @@
-"""Checks a model folder before anything is loaded: no pickles, no code, complete files, plausible sizes."""
+"""Check of a model folder before loading: no pickles, no code, complete files, plausible sizes."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def check_model_folder(path: Path) -> None:
     if (path / "adapter_config.json").exists():
         raise ArgumentError(f"model must be whole, got an adapter's adapter_config.json in {str(path)!r}")
     config = _read_object(path / "config.json")
-    if config.get("transformers_weights") is not None:  # which may name a pickle
+    if config.get("transformers_weights") is not None:  # it may name a pickle
         raise ArgumentError(
             f"model must name no transformers_weights in config.json, got {config['transformers_weights']!r}"
         )
@@ -52,7 +52,7 @@ def check_model_folder(path: Path) -> None:
 
 
 def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every name and value, including those of nested configurations."""
+    """Every name and value, those of nested configurations included."""
     parts = [config]
     while parts:
         part = parts.pop()
