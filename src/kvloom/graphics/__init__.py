@@ -1,1 +1,1 @@
-"""Pictures and pages that are written by hand: SVG, and what the pages of HTML share. Imports no torch."""
+"""SVG, and the common parts of HTML pages. Imports no torch."""

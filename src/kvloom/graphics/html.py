@@ -1,4 +1,4 @@
-"""Pages of HTML that load nothing: each has the style and the script that all share inside."""
+"""Self-contained HTML pages, which include the shared style and script."""
 
 from importlib.resources import files
 from typing import Final
@@ -7,11 +7,11 @@ _SHARED: Final = ("page.css", "page.js")
 
 
 def read_page(package: str, name: str) -> str:
-    """A page of a package; ``/* page.css */`` and ``/* page.js */`` in it become the shared files.
+    """Read a page of a package; ``/* page.css */`` and ``/* page.js */`` in it become the shared files.
 
     Args:
-        package: Such as ``"kvloom.serving"``.
-        name: Of its file, which names each of the two once.
+        package: Package, such as ``"kvloom.serving"``.
+        name: Name of the file, which names each of the two once.
     """
     text = files(package).joinpath(name).read_text(encoding="utf-8")
     for shared in _SHARED:

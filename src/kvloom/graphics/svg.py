@@ -1,4 +1,4 @@
-"""SVG, written element by element: escaped texts, axes, the entries of a legend, light and dark."""
+"""SVG writer: elements with escaped texts, axes, entries of a legend, light and dark mode."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,17 +8,17 @@ from typing import Any, Final, NamedTuple
 COLORS: Final = (
     "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#e45756", "#72b7b2", "#eeca3b", "#888888",
 )  # fmt: skip
-"""Colors that are easily told apart, for whatever a plot compares."""
+"""Colors of a plot that are easy to distinguish."""
 
 STYLE: Final = (
     "text{fill:#222;stroke:#fff;stroke-width:3px;paint-order:stroke}.grid{stroke:#ccc}.line{stroke:#222}"
     "@media(prefers-color-scheme:dark){text{fill:#ddd;stroke:#111}.grid{stroke:#444}.line{stroke:#ddd}}"
 )
-"""Of a plot: its text, with a border in the color of the page; ``grid`` and ``line``, classes of paths."""
+"""Style of a plot: text with a border in the page's color; ``grid`` and ``line``, classes of paths."""
 
 
 class Axis(NamedTuple):
-    """An axis of numbers from ``low`` to ``high``, drawn from pixel ``start`` to ``end``.
+    """Axis of numbers from ``low`` to ``high``, drawn from pixel ``start`` to ``end``.
 
     Its ends differ, and are positive if it is logarithmic.
     """
@@ -30,7 +30,7 @@ class Axis(NamedTuple):
     is_logarithmic: bool = False
 
     def at(self, x: float) -> float:
-        """The pixel of a number."""
+        """Pixel of a number."""
         if self.is_logarithmic:
             share = math.log(x / self.low) / math.log(self.high / self.low)
         else:
@@ -45,16 +45,16 @@ class Axis(NamedTuple):
 
 
 class Picture:
-    """An SVG whose elements cover each other in the order in which they are added; ``str`` gives its text.
+    """SVG whose later elements cover earlier ones; ``str`` returns its text.
 
     Options of an element are its attributes: ``stroke_width=2`` is ``stroke-width="2"``, and ``class_``
     is ``class``. Numbers are rounded to a hundredth of a pixel.
 
     Args:
-        width: Pixels.
-        height: Pixels.
+        width: Width in pixels.
+        height: Height in pixels.
         style: CSS.
-        options: Attributes of the whole.
+        options: Attributes of the root element.
     """
 
     def __init__(self, width: float, height: float, style: str = STYLE, **options: Any) -> None:
@@ -66,7 +66,7 @@ class Picture:
         ]
 
     def add(self, name: str, text: str = "", title: str = "", **options: Any) -> None:
-        """Add an element with a text, and a title that is shown to a pointer that rests on it."""
+        """Add an element with a text, and a title, which is its tooltip."""
         inside = (f"<title>{escape(title)}</title>" if title else "") + escape(text)
         end = f">{inside}</{name}>" if inside else "/>"
         self._parts.append(f"<{name}{_attributes(options)}{end}")
