@@ -1,4 +1,4 @@
-"""The ``kvloom`` command. The only place that puts models, integrations and output together."""
+"""Command line ``kvloom``. The only module that combines models, integrations and output."""
 
 import argparse
 import io
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is None:
             raise ArgumentError("standard output must be open, got a closed one")
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks
+            sys.stdout.reconfigure(errors="backslashreplace")  # for characters that it cannot encode
         status = args.run(args)
         sys.stdout.flush()
     except (KVError, OSError) as error:
@@ -75,7 +75,7 @@ def _fail(message: str, status: int = 2) -> int:
 
 
 def _give_up_output() -> None:
-    """Discard output that standard output could not take, so that Python does not try again when it exits."""
+    """Discard output that could not be written, so that Python does not try again when it exits."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -175,7 +175,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The model that ``kvloom store why`` and ``convert`` name, and the tokens of their text."""
+    """Model of ``kvloom store why`` and ``convert``, and the tokens of their text."""
     args.prompt, args.prompt_file = None, Path(args.prompt_file)
     expect_kv("--kv", args.kv)
     prompt = _read_prompt(args)
@@ -189,7 +189,7 @@ def _model_and_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
 
 
 def _question(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The fingerprint of a model, and the text that ``kvloom store why`` asks about."""
+    """Fingerprint of a model, and the tokens of the text of ``kvloom store why``."""
     model, tokens = _model_and_text(args)
     from kvloom.integrations.transformers.identity import fingerprint_of
 
@@ -220,7 +220,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
     try:
         if args.prompt is None:
             return str(args.prompt_file.read_text(encoding="utf-8"))
-        args.prompt.encode("utf-8")  # bytes of the command line that are none arrive as surrogates
+        args.prompt.encode("utf-8")  # invalid bytes of the command line arrive as surrogates
         return str(args.prompt)
     except (OSError, ValueError) as error:
         name = "--prompt-file" if args.prompt is None else "--prompt"
@@ -229,7 +229,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 @contextmanager
 def _options_named(names: str = "kv|model|store") -> Iterator[None]:
-    """Errors name an option where the library names its argument."""
+    """Context whose errors name an option instead of the library's argument."""
     try:
         yield
     except KVError as error:
@@ -241,8 +241,8 @@ def _options_named(names: str = "kv|model|store") -> Iterator[None]:
 
 @contextmanager
 def _somebodys_folder(path: Path) -> Iterator[None]:
-    """Whatever a folder makes transformers warn of is silent; whatever it makes it raise is one sentence."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
+    """Context without warnings of transformers about a folder, and with its errors as one sentence."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read once, at import
     from kvloom.integrations.transformers import summary_of
 
     logger = logging.getLogger("transformers")
@@ -272,7 +272,7 @@ def _demo(args: argparse.Namespace) -> None:
     from kvloom.models import corpus_files
 
     source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)
-    # It ends with the name of a function, so that what follows is the model's idea of one.
+    # It ends with the name of a function, so that the model continues with a body.
     prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
     model, tokenizer = _load(None)
     console = Console()
@@ -315,7 +315,7 @@ def _load_folder(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:
 
 
 def _demo_folder() -> Path:
-    """The store of demos, a few hundred kilobytes; the next demo reads its prompt from it."""
+    """Folder of the demos' store, a few hundred kilobytes; the next demo reads its prompt from it."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "kvloom" / "demo"
 
@@ -327,12 +327,12 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _load(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:
-    """Model and tokenizer on the best device; the bundled ones by default."""
+    """Load model and tokenizer on the best device; the bundled ones by default."""
     import torch
 
     from kvloom.integrations.transformers import load_model
 
-    # No progress bar for a file of a few megabytes, nor where nobody sees it.
+    # No progress bar for a file of a few megabytes, nor without a terminal.
     model, tokenizer = load_model(
         path or bundled_model_path(),
         None if dtype == "auto" else getattr(torch, dtype),

@@ -1,8 +1,8 @@
-"""Everything kvloom raises on purpose. Each error is also the builtin that a caller would expect to catch."""
+"""Errors that kvloom raises on purpose. Each is also the builtin that a caller would expect to catch."""
 
 
 class KVError(Exception):
-    """Base class: ``except KVError`` catches whatever kvloom raises on purpose."""
+    """Base class: ``except KVError`` catches all errors that kvloom raises on purpose."""
 
 
 class ArgumentError(KVError, ValueError):
@@ -22,7 +22,7 @@ class ModelError(KVError, ValueError):
 
 
 class UnsupportedError(KVError, NotImplementedError):
-    """The request is legal, but this build, backend or class does not do it."""
+    """The request is legal, but this build, backend or class does not support it."""
 
 
 class OutOfPages(KVError, MemoryError):
@@ -30,8 +30,8 @@ class OutOfPages(KVError, MemoryError):
 
 
 class OutOfMemory(KVError, MemoryError):
-    """What a call needs cannot be allocated; nothing was written."""
+    """Memory that a call needs cannot be allocated; nothing was written."""
 
 
 class StateError(KVError, RuntimeError):
-    """The object is not in a state in which this call makes sense."""
+    """The object is in a state that does not allow this call."""

@@ -1,4 +1,4 @@
-"""``kvloom info``: what runs on this machine."""
+"""``kvloom info``: backends and devices of this machine."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from kvloom.ops.choice import prefetched_cache
 from kvloom.probe import CASES, LONG_CASES, probe_isas, probe_prefetches
 
 _TYPICAL: Final = 1024
-"""Inputs and outputs of a linear layer."""
+"""Number of inputs, and of outputs, of a typical linear layer."""
 
 
 def print_info(probe: bool) -> None:
@@ -58,13 +58,13 @@ def print_info(probe: bool) -> None:
 
 
 def _row_rules() -> Iterator[tuple[str, str]]:
-    """To how many rows a typical linear layer is padded to be batch invariant; whether oneDNN packs it."""
+    """Number of rows to which a typical linear layer is padded for batch invariance, and use of oneDNN."""
     if find_spec("transformers") is None:
         return
     try:
         from kvloom.integrations.transformers.invariance.packing import why_not_packable
         from kvloom.integrations.transformers.invariance.rules import rule_of
-    except ImportError as error:  # of a version that is too old, or lacks what it needs itself
+    except ImportError as error:  # the version is too old, or a dependency is missing
         yield "rows", f"not tried: transformers cannot be used: {str(error).splitlines()[0]}"
         return
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

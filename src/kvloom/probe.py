@@ -1,4 +1,4 @@
-"""How long attention takes with each choice of its kernels, for ``kvloom info --probe``."""
+"""Times of attention with each choice of kernels, for ``kvloom info --probe``."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,16 +28,16 @@ CASES: Final = {
     "decode int8": (QuantSpec(8, 64), 1, 1024),
     "prompt bfloat16": (None, 256, 256),
 }
-"""What is timed: how keys and values are kept, new tokens, stored ones."""
+"""Cases to time: quantization, number of new tokens, number of stored tokens."""
 LONG_CASES: Final = {
     "decode bfloat16": (None, 1, 8192),
     "decode int8": (QuantSpec(8, 64), 1, 16384),
 }
-"""As ``CASES``, where keys and values come from memory: calls read 32 MiB of them, and others between."""
+"""Cases with keys and values from memory, not caches: each call reads other 32 MiB; as ``CASES``."""
 
 _HEADS, _QUERY_HEADS, _HEAD_DIM = 8, 32, 128
 _PAGE, _ROUNDS = 16, 7
-_COPIES = 8  # of long cases, one after the other
+_COPIES = 8  # number of copies of long cases, used in turn
 
 
 def probe_isas() -> dict[str, dict[str, float]]:
@@ -60,7 +60,7 @@ def probe_isas() -> dict[str, dict[str, float]]:
 
 
 def probe_prefetches() -> dict[str, dict[str, float]]:
-    """The same as ``probe_isas``, for ``LONG_CASES`` by the cache into which attention prefetches.
+    """As ``probe_isas``, for ``LONG_CASES`` by the cache level into which attention prefetches.
 
     Raises:
         UnsupportedError: there are no compiled kernels.
@@ -88,7 +88,7 @@ def _in_turn(
                     for problem in problems:
                         start = time.perf_counter()
                         ops.attend(*problem)
-                        if turn:  # the first one warms up
+                        if turn:  # the first turn is a warm-up
                             times[choice][name].append((time.perf_counter() - start) * 1e6)
     finally:
         choose(chosen)
