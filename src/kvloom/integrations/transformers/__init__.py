@@ -1,4 +1,4 @@
-"""kvloom in Hugging Face transformers. Beside it, ``kvloom.serving`` alone imports it.
+"""kvloom in Hugging Face transformers: caches, attention, pools and continuous batching.
 
 Importing this registers ``attn_implementation="kvloom"``.
 """

@@ -1,7 +1,7 @@
 """Assisted decoding and prompt lookup in models with recurrent states.
 
-``generate`` refuses both by the class of the model, and asks no cache whether it can go back. So an enabled
-model lets these modes pass, and looks at the cache.
+``generate`` refuses both by the class of the model, whatever cache it has. An enabled model lets these modes
+pass, and checks whether the cache can remove tokens.
 """
 
 from typing import Any, Final
@@ -19,7 +19,7 @@ VALIDATE: Final = "_validate_generation_mode"
 
 
 class ValidateMode:
-    """In the place of that method, of one model."""
+    """Replacement of that method in one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -32,7 +32,7 @@ class ValidateMode:
 
 
 class _WithoutStates:
-    """A model that says that it has no recurrent states."""
+    """Proxy of a model whose ``_is_stateful`` is false."""
 
     _is_stateful = False
 
@@ -44,17 +44,17 @@ class _WithoutStates:
 
 
 def prepare_drafts(model: PreTrainedModel, cache: Any, generation_config: Any, args: tuple[Any, ...]) -> None:
-    """Let a cache record what drafts change, if this generation has any.
+    """Let a cache record the states before drafts, if this generation uses drafts.
 
     Args:
-        model: That generates.
-        cache: Its own.
-        generation_config: Of this generation.
-        args: The mode of generation is among them.
+        model: The model that generates.
+        cache: Its cache.
+        generation_config: Configuration of this generation.
+        args: Arguments of the call, which include the generation mode.
 
     Raises:
-        UnsupportedError: the model computes several tokens at once otherwise than one by one.
-        ValueError: the model has recurrent states, and another cache; as transformers says it.
+        UnsupportedError: the model computes several tokens at once differently than one by one.
+        ValueError: the model has recurrent states and the cache is no ``KVCache``; raised by transformers.
     """
     if GenerationMode.ASSISTED_GENERATION not in args or not model._is_stateful:
         return
@@ -64,5 +64,5 @@ def prepare_drafts(model: PreTrainedModel, cache: Any, generation_config: Any, a
     if refusal := why_wrong_in_pieces(model):
         raise UnsupportedError(f"drafts cannot be checked: {refusal}")
     cache.activate_past_recording()
-    if cache.recording is not None:  # a pool cuts texts itself
+    if cache.recording is not None:  # a pool feeds texts in pieces itself
         cache.recording.cuts_steps = not isinstance(cache, PoolCache)

@@ -1,4 +1,4 @@
-"""``attn_implementation="kvloom"``: attention that reads a ``KVCache`` where it lies.
+"""``attn_implementation="kvloom"``: attention that reads a ``KVCache`` in place.
 
 Shapes: B sequences, Q queries of each, N tokens of keys and values, H key/value heads, Hq query heads, Dk
 and Dv head dims.
@@ -50,32 +50,32 @@ def attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it.
+    """Attention with the signature that transformers calls.
 
     Args:
         module: The attention layer; its ``is_causal`` counts if the argument is ``None``.
         query: ``[B, Hq, Q, Dk]``.
-        key: ``[B, H, N, Dk]``, what ``KVCache.update`` returned, or a tensor.
-        value: ``[B, H, N, Dv]``, as ``key``.
-        attention_mask: What ``masks.attention_mask`` made, or any mask ``[B or 1, Hq or 1, Q or 1, N]``, bool
-            or float, which is added to the scores.
+        key: ``[B, H, N, Dk]``, a tensor or the keys that ``KVCache.update`` returned.
+        value: ``[B, H, N, Dv]``, the same of values.
+        attention_mask: Result of ``masks.attention_mask``, or any mask ``[B or 1, Hq or 1, Q or 1, N]``, bool
+            or float; a float mask is added to the scores.
         dropout: Must be 0.
-        scaling: Of the dot product; ``1 / sqrt(Dk)`` if ``None``.
-        is_causal: Without a mask, whether a query sees no later key.
-        softcap: ``softcap * tanh(score / softcap)``.
+        scaling: Factor of the dot product; ``1 / sqrt(Dk)`` if ``None``.
+        is_causal: Whether a query sees no later key; used without a mask.
+        softcap: Bound of the scores: ``softcap * tanh(score / softcap)``.
         s_aux: ``[Hq]``, a sink of each head.
         position_bias: ``[B or 1, Hq, Q, N]``, added to the scores.
-        indices: ``[B, Q, K]`` int32, of each query the distinct keys that were chosen for it; all if
-            ``None``. It sees none but those of them that it would see otherwise.
-        kwargs: Of other implementations, ignored.
+        indices: ``[B, Q, K]`` int32, the distinct keys chosen for each query; all if ``None``. A query sees
+            the chosen keys that are also visible without ``indices``.
+        kwargs: Arguments of other implementations, ignored.
 
     Returns:
         ``([B, Q, Hq, Dv], None)``.
 
     Raises:
-        ShapeError: the mask is of another dtype.
-        ArgumentError: it is of another shape.
-        UnsupportedError: for dropout, attention weights and what else it would get wrong.
+        ShapeError: the mask has another dtype.
+        ArgumentError: the mask has another shape.
+        UnsupportedError: dropout, attention weights or another unsupported option is requested.
     """
     if dropout > 0 or not _ASKED.isdisjoint(kwargs):
         _expect_served(dropout, kwargs)
@@ -97,7 +97,7 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     first = mask = None
     if isinstance(attention_mask, CompactMask):
-        # One mask serves all layers, which may have different lengths.
+        # All layers get the same mask, and may have different lengths.
         is_any_length = (
             isinstance(key, LazyStates) and tokens.window is None and attention_mask.is_causal_only
         )
@@ -130,7 +130,7 @@ def attention(
 
 
 def _expect_served(dropout: float, options: dict[str, Any]) -> None:
-    """Raise UnsupportedError for what attention would get wrong."""
+    """Raise UnsupportedError for options that this attention does not implement."""
     for name in _REFUSED:
         if options.get(name) is not None:
             break
@@ -142,21 +142,21 @@ def _expect_served(dropout: float, options: dict[str, Any]) -> None:
 
 
 def _num_columns(key: Any) -> int:
-    """N of keys ``[B, H, N, Dk]``, which are not expanded for it."""
+    """N of keys ``[B, H, N, Dk]``; keys made of latents are not expanded to find it."""
     return int((key.latents if isinstance(key, ExpandedStates) else key).shape[2])
 
 
 def _of_chosen(mask: Tensor, indices: Tensor) -> Tensor:
-    """A mask ``[B or 1, Hq or 1, Q, N]`` that hides all keys but those that were chosen, ``[B, Q, K]``."""
+    """A mask ``[B or 1, Hq or 1, Q, N]`` that hides all keys except the chosen ones, ``[B, Q, K]``."""
     rows, num_new, num_columns = *indices.shape[:2], mask.shape[-1]
     chosen = torch.zeros(rows, num_new, num_columns + 1, dtype=torch.bool, device=mask.device)
-    where = indices.long().masked_fill(indices < 0, num_columns)  # a column for what is none
+    where = indices.long().masked_fill(indices < 0, num_columns)  # an extra column for negative indices
     chosen = chosen.scatter(2, where, value=True)[..., :num_columns].unsqueeze(1)
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, float("-inf"))
 
 
 def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:
-    """``[B or 1, Hq or 1, Q, N]`` of a mask that was given."""
+    """A given mask, checked and expanded to ``[B or 1, Hq or 1, Q, N]``."""
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
         raise ShapeError(f"attention_mask must be bool, float32, float16 or bfloat16, got {mask.dtype}")
     _expect_sizes(mask, query, tokens)
@@ -166,9 +166,9 @@ def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:
 def _expect_sizes(
     mask: Tensor | CompactMask, query: Tensor, tokens: Tokens, is_any_length: bool = False
 ) -> None:
-    """Raise ArgumentError unless a mask is ``[B or 1, Hq or 1, Q or 1, N]``, or of any N."""
+    """Raise ArgumentError unless a mask is ``[B or 1, Hq or 1, Q or 1, N]``, or has any N if allowed."""
     sizes, num_columns = list(mask.shape), tokens.index.num_columns
-    # A cache of fixed length may have fewer columns than a mask; those of a window may not be the first.
+    # Fixed storage may have fewer columns than a mask. Columns of a window may begin after the first token.
     origins = tokens.index.origins
     is_exact = isinstance(mask, CompactMask) or (tokens.window is not None and origins is not None)
     fits = is_any_length or sizes[-1] == num_columns or (sizes[-1] > num_columns and not is_exact)
@@ -190,7 +190,7 @@ def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: Tokens) -
 
 
 def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Tokens:
-    """Tokens of dense keys and values ``[B, H, N, D]``, of which as many count as the mask says."""
+    """Tokens of dense keys and values ``[B, H, N, D]``, as many of each sequence as the mask says."""
     rows, num_columns = key.shape[0], key.shape[2]
     starts = torch.arange(rows, device=key.device) * num_columns
     if isinstance(mask, CompactMask):

@@ -1,4 +1,4 @@
-"""How each layer of one model keeps its keys and values, as a file."""
+"""Cache formats of the layers of one model, saved as a file."""
 
 import hashlib
 import json
@@ -22,14 +22,14 @@ class BitPlan:
     """Kinds of keys and of values, layer by layer.
 
     Attributes:
-        config: ``config_digest`` of the model that it was made for.
-        layers: Kinds of keys and of values of each layer, as ``KVCache.for_model`` takes them as ``kv`` and
-            ``values``.
+        config: ``config_digest`` of the plan's model.
+        layers: Format strings of keys and of values of each layer, as ``kv`` and ``values`` of
+            ``KVCache.for_model``.
         nbytes_per_token: Cache bytes of one token in all layers, scales included.
-        error: Root mean square of the errors of attention's output over all heads, as they were measured one
-            side of one layer at a time; the squares are added.
-        recent: Newest tokens that each token attends to unquantized, in layers that keep codes;
-            they take room beside ``nbytes_per_token``.
+        error: Root mean square error of attention's output over all heads. Each side of each layer is
+            measured alone, and the squares are added.
+        recent: Residual window: the last tokens that each token attends to unquantized, in layers that keep
+            codes. Their bytes are not part of ``nbytes_per_token``.
     """
 
     config: str
@@ -39,7 +39,7 @@ class BitPlan:
     recent: int = 0
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON: the same plan, the same bytes."""
+        """Write the plan as JSON; equal plans give equal bytes."""
         fields = {
             "format": _FORMAT,
             "config": self.config,
@@ -52,14 +52,14 @@ class BitPlan:
 
     @classmethod
     def load(cls, path: str | Path, name: str = "path") -> "BitPlan":
-        """What ``save`` wrote.
+        """Read a plan that ``save`` wrote.
 
         Args:
             path: The file.
-            name: The caller's argument, for the error.
+            name: Name of the caller's argument in the error.
 
         Raises:
-            ArgumentError: it is no such file.
+            ArgumentError: the file is no such plan.
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -74,11 +74,11 @@ class BitPlan:
             raise ArgumentError(f"{name} must be a plan that kvloom saved: {cause!r:.200}") from None
 
     def format(self, name: str, base: CacheFormat) -> CacheFormat:
-        """``base``, with each layer as the plan says.
+        """``base`` with the formats of the plan's layers.
 
         Args:
-            name: The caller's argument, for an error of a kind that is none.
-            base: Says the rest.
+            name: Name of the caller's argument in the error for an invalid format string.
+            base: Page size and other settings.
         """
         layers = []
         for keys, values in self.layers:
@@ -92,7 +92,7 @@ class BitPlan:
 
 
 def config_digest(config: Any) -> str:
-    """64 hex digits, of every field of a configuration that changes keys and values."""
+    """Digest, 64 hex digits, of all fields of a configuration that change keys and values."""
     fields = {name: value for name, value in config.to_dict().items() if name not in _WITHOUT_EFFECT}
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()

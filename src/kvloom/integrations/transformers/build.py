@@ -1,4 +1,4 @@
-"""From a model's configuration to the layers that keep its keys and values."""
+"""Cache formats and cache layers for a model's configuration."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from kvloom.integrations.transformers.text_config import has_latents, head_dims_
 if TYPE_CHECKING:
     from kvloom.integrations.transformers.smoothing import LayerSmoothing
 
-# Kinds of layers that this library keeps, where a configuration names them.
+# Supported kinds of layers, as configurations name them.
 _KINDS: Final = (
     None,
     "full_attention",
@@ -43,8 +43,8 @@ _KINDS: Final = (
 
 _BITS_OF_ROPE_KEYS: Final = 8
 
-# Layers with keys of an index, without keys of their own, with recurrent states alone, and with any such
-# states, in transformers that have them.
+# Classes of transformers for layers with index keys, without keys of their own, with recurrent states alone,
+# and with any recurrent states; ``NoneType`` where the installed version has no such class.
 TheirIndexedLayer: Final = getattr(cache_utils, "DynamicIndexedLayer", type(None))
 DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
 TheirStatefulLayer: Final = getattr(cache_utils, "LinearAttentionLayer", type(None))
@@ -52,7 +52,7 @@ StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ty
 
 
 def layers_used(model: Any) -> set[int] | None:
-    """Which layers of a cache the model updates, of those that its configuration names; ``None`` for all."""
+    """Numbers of the cache layers that the model updates; ``None`` for all that its configuration names."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = (model if decoder is None else decoder).modules()
     numbers = {getattr(module, "layer_idx", None) for module in modules}
@@ -68,12 +68,12 @@ def cache_format(
     layout: str = "auto",
     smoothing: "Sequence[LayerSmoothing]" = (),
 ) -> CacheFormat:
-    """The format that arguments of ``KVCache.for_model`` name; raises as that does.
+    """The format for arguments of ``KVCache.for_model``; raises the same errors.
 
-    ``smoothing`` is that of each layer, as ``smoothing_for`` has it.
+    ``smoothing`` has one item per layer, as ``smoothing_for`` returns it.
     """
     if layout == "auto" and has_latents(config):
-        layout = "HND"  # that of values, which latents are, too
+        layout = "HND"  # the layout of values, since latents are also values
     if is_plan(kv):
         if values is not None:
             raise ArgumentError(f"values must be None beside a plan, got {values!r}")
@@ -106,7 +106,7 @@ def cache_format(
 
 
 def _of_rope_keys(quant: QuantSpec | None) -> QuantSpec | None:
-    """How rope keys are kept beside latents that are kept so: a few channels with the positions of all."""
+    """Format of rope keys beside latents: at least 8 bits, since these few channels hold all positions."""
     if quant is None or quant.bits >= _BITS_OF_ROPE_KEYS:
         return quant
     return QuantSpec(_BITS_OF_ROPE_KEYS)
@@ -115,7 +115,10 @@ def _of_rope_keys(quant: QuantSpec | None) -> QuantSpec | None:
 def _smoothed(
     format: CacheFormat, smoothing: "Sequence[LayerSmoothing]", smooth: Sequence[str]
 ) -> CacheFormat:
-    """``format`` with smoothing of each layer, where ``smooth`` says so: of each, or of all."""
+    """``format`` with smoothing of the layers for which ``smooth`` is not ``"none"``.
+
+    ``smooth`` has one item per layer if ``format`` has layers, else one for all.
+    """
     if not smoothing:
         return format
     own = format.layers or (format,) * len(smoothing)
@@ -128,7 +131,7 @@ def _smoothed(
 
 
 def _expect_divides(name: str, text: Any, quant: QuantSpec, head_dim: int) -> None:
-    """Raise ArgumentError unless head vectors have whole groups."""
+    """Raise ArgumentError unless the group divides the head dim."""
     try:
         quant.for_head_dim(head_dim)
     except ConfigError:
@@ -139,12 +142,12 @@ def _expect_divides(name: str, text: Any, quant: QuantSpec, head_dim: int) -> No
 
 
 def has_index(config: Any) -> bool:
-    """Whether layers keep keys of an index, too."""
+    """Whether layers also keep index keys."""
     return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def _own_streams(config: Any, index: int) -> dict[str, bool]:
-    """What a layer that chooses tokens has of its own, as ``IndexedKVCacheLayer.keep`` takes it."""
+    """Arguments of ``IndexedKVCacheLayer.keep``: whether a layer has keys and an index of its own."""
     sharing, indexers = getattr(config, "kv_sharing_modes", None), getattr(config, "indexer_types", None)
     return {
         "has_keys": sharing is None or sharing[index] != "reuse_but_indexer",
@@ -162,25 +165,25 @@ def keeps_states_elsewhere(model: Any, layers: Sequence[Any]) -> bool:
 def make_layers(
     model: Any, format: CacheFormat, static: bool = False, *, is_kept: bool = False, policy: str = "lru"
 ) -> list[Any]:
-    """A layer for each of the model's, ours wherever there are keys and values.
+    """Cache layers for a model; layers with keys and values are ours, the others those of transformers.
 
-    Layers of one window share new sequences, and so do those without one.
+    Layers with the same window share new sequences, and so do layers without one.
 
     Args:
         model: A ``PreTrainedModel``.
-        format: How tokens are kept.
-        static: In fixed storage.
-        is_kept: As of ``Pages``.
-        policy: As of ``Pages``, for layers without a window.
+        format: Cache format of the tokens.
+        static: Whether layers use fixed storage.
+        is_kept: Argument of ``Pages``.
+        policy: Argument of ``Pages``, for layers without a window.
 
     Raises:
-        UnsupportedError: what this version of transformers says of the model cannot be right, or a static
-            layer is wanted beside recurrent states.
+        UnsupportedError: this version of transformers describes the model wrongly, or ``static`` is true and
+            a layer has recurrent states.
     """
     config = text_config_of(model)
     if has_latents(config):
         answer_latents(model)
-    # The one that says how attention computes: of an old encoder-decoder model, ``config`` is a copy.
+    # The configuration that layers read; of an old encoder-decoder model ``config`` is a copy.
     live = model.config if type(config) is type(model.config) else config
     theirs, used = DynamicCache(config=config).layers, layers_used(model)
     theirs = theirs if used is None else theirs[: max(used) + 1]
@@ -212,7 +215,7 @@ def make_layers(
                 by_window[window] = Sequences(pages, window)
             paged = PagedLayer(format, by_window[window], index)
             own = HybridKVCacheLayer if hybrid else IndexedKVCacheLayer if indexed else KVCacheLayer
-            # Of which some versions of transformers have one.
+            # Only some versions of transformers have this argument.
             numbered = hybrid and hasattr(layer, "number_of_states")
             states = {"number_of_states": layer.number_of_states} if numbered else {}
             layers.append(own(paged, live, **states))

@@ -1,4 +1,4 @@
-"""The argument that is a model's cache: ``cache`` since transformers 5.24, ``past_key_values`` before."""
+"""Name of a model's cache argument: ``cache`` since transformers 5.24, ``past_key_values`` before."""
 
 import inspect
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 """Both names, the newer first."""
 
 CACHE_ARGUMENT: Final = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""That of ``generate`` of the installed transformers."""
+"""Name of the cache argument of ``generate`` in the installed transformers."""
 
 
 def argument_of(model: Any) -> str | None:
-    """That of ``model.forward``, where custom code may have an old name; ``None`` if it takes no cache."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of peft's model
+    """Name of the cache argument of ``model.forward``, old or new; ``None`` if it takes no cache."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # within a PeftModel
     parameters = inspect.signature(base.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 

@@ -1,4 +1,4 @@
-"""What decides keys and values beside tokens: pictures, audio, embeddings, positions, masks."""
+"""Inputs beside tokens that decide keys and values: pictures, audio, embeddings, positions, masks."""
 
 import hashlib
 import re
@@ -22,7 +22,7 @@ _TYPES: Final = ("token_type_ids", "mm_token_type_ids")
 
 
 def content_of(inputs: Mapping[str, Any]) -> str:
-    """A digest of what a processor made beside tokens, the ``content`` of ``KVPool.begin``.
+    """A digest of a processor's outputs except tokens: the ``content`` argument of ``KVPool.begin``.
 
     The same pictures, sounds or embeddings have the same digest in every process::
 
@@ -31,11 +31,11 @@ def content_of(inputs: Mapping[str, Any]) -> str:
         cache = pool.begin(inputs["input_ids"], content=content)
 
     Args:
-        inputs: Names and values as the model's ``forward`` takes them. ``input_ids`` count for nothing here,
-            and neither does an ``attention_mask`` that hides nothing.
+        inputs: Arguments of the model's ``forward`` by their names. ``input_ids``, and an
+            ``attention_mask`` that hides nothing, are ignored.
 
     Returns:
-        64 hexadecimal digits; empty if there is nothing beside tokens.
+        64 hexadecimal digits; empty if there are only tokens.
 
     Raises:
         ArgumentError: ``inputs`` is no mapping, or a value is no tensor, number, text or sequence of them.
@@ -85,7 +85,7 @@ def _bytes_of(name: str, value: Any) -> Iterator[bytes]:
 
 
 def placeholders_of(config: Any) -> dict[int, str]:
-    """Token ids that stand for pictures, audio and the like, with their names in a configuration."""
+    """Ids of placeholder tokens for pictures, audio and the like, with their names in a configuration."""
     found: dict[int, str] = {}
     for name, value in vars(config).items():
         if (
@@ -104,9 +104,9 @@ def expect_content(
     """The content of each row of a batch.
 
     Args:
-        placeholders: As of ``placeholders_of``.
+        placeholders: Result of ``placeholders_of``.
         rows: Tokens of each row.
-        content: What the caller said: nothing, one text for all rows, or one for each.
+        content: ``None``, one string for all rows, or one for each.
 
     Raises:
         ArgumentError: a row has a placeholder and no content, or ``content`` is none of these.
@@ -131,21 +131,21 @@ def expect_content(
 
 
 def is_within(placeholders: Mapping[int, str], tokens: Sequence[int], end: int) -> bool:
-    """Whether a prefix ends within what stands for a picture, of which a forward takes all or nothing."""
+    """Whether a prefix ends within the placeholders of a picture, which a forward needs as a whole."""
     return 0 < end < len(tokens) and tokens[end - 1] in placeholders and tokens[end] in placeholders
 
 
 def input_beside_tokens(
     inputs: Mapping[str, Any], past: int, begins: Sequence[int], has_placeholders: bool
 ) -> str | None:
-    """Which input of a forward changes keys and values beside its tokens; ``None`` if none does.
+    """Name of an input of a forward, beside its tokens, that changes keys and values; ``None`` if none does.
 
     Args:
         inputs: Arguments of ``forward`` by their names.
         past: Columns in the cache.
-        begins: Of each row, the column of its first token; the mask of padding is right.
-        has_placeholders: Whether the model reads pictures or audio, so that types of tokens tell which are of
-            these, and zeros are as none.
+        begins: Column of the first token of each row; the padding mask was checked before.
+        has_placeholders: Whether the model reads pictures or audio. Token types then mark these, and token
+            types of zeros change nothing.
     """
     for name, value in inputs.items():
         if name in _OF_TOKENS or name in _WITHOUT_EFFECT or not _has_tensor(value):
@@ -162,10 +162,10 @@ def positions_are_default(positions: Any, past: int, begins: Sequence[int]) -> b
     """Whether positions, ``[..., T]``, count on from the tokens in a cache.
 
     Args:
-        positions: Of new tokens; those of padding may be any.
+        positions: Positions of the new tokens; those of padding may be any.
         past: Columns in the cache.
-        begins: Of each row, the column of its first token, which has position 0. If one is not 0, positions
-            must be said.
+        begins: Column of the first token of each row, which has position 0. If one is not 0, positions must
+            be given.
     """
     if not isinstance(positions, Tensor):
         return positions is None and not any(begins)
@@ -179,7 +179,7 @@ def positions_are_default(positions: Any, past: int, begins: Sequence[int]) -> b
 
 
 def _hides_nothing(mask: Any) -> bool:
-    """Whether a mask ``[B, T]`` shows all tokens; what has been made from one shows what it showed."""
+    """Whether a mask ``[B, T]`` shows all tokens; true without a mask, false for other shapes."""
     if not isinstance(mask, Tensor):
         return True
     return mask.ndim == 2 and bool(mask.all())

@@ -1,4 +1,4 @@
-"""Models that use this library's cache and attention with nothing passed by the caller."""
+"""``enable``: a model that uses this library's cache and attention without arguments of the caller."""
 
 import inspect
 import logging
@@ -35,31 +35,31 @@ def enable(
     pack: bool | str = False,
     **options: Any,
 ) -> None:
-    """Let a model use a ``KVCache`` and attention that reads it in place, wherever it is given no cache.
+    """Let a model use a ``KVCache``, and attention that reads it in place, wherever it is given no cache.
 
-    From now on that is so in ``model.generate``, in a pipeline of the model and in ``model(...)`` where a
-    cache is used. A cache and ``cache_implementation`` of the caller still count, and so does an
-    attention implementation that is set later. A copy of the model is enabled, too. Enabling again replaces
-    the arguments; ``disable`` takes it back, as training needs it: nothing here has a gradient. So does an
-    export with a cache, which raises ``UnsupportedError`` where the model is enabled.
+    This applies to ``model.generate``, to pipelines of the model, and to ``model(...)`` where a cache is
+    used. A cache or ``cache_implementation`` of the caller takes precedence, and so does an attention
+    implementation that is set later. A copy of the model is enabled, too. Enabling again replaces the
+    arguments. ``disable`` undoes it. Disable the model before training, since the cache passes no gradient,
+    and before an export with a cache, which raises ``UnsupportedError`` otherwise.
 
     Args:
         model: A ``PreTrainedModel`` that generates, or a ``PeftModel`` around one.
-        kv: How keys and values are kept, as of ``KVCache.for_model``.
+        kv: Cache format of keys and values, as in ``KVCache.for_model``.
         batch_invariant: Whether linear layers, experts and activations give a token the same bits in any
-            batch, and however its text is cut into forwards. ``None`` is wherever that takes no more time:
+            batch, and however its text is cut into forwards. ``None`` means wherever it takes no more time:
             in bfloat16, and with ``pack``. A step of one token in float32 takes about twice the time. On
-            processors with AMX attention is so in bfloat16, too, with ``True`` alone, as prompts take longer
-            for it: ``ops.BatchInvariance``.
-        pack: Whether linear layers keep their weights also in the order in which oneDNN reads them, which
+            processors with AMX, ``True`` also makes attention in bfloat16 batch invariant, which is slower
+            for prompts: ``ops.BatchInvariance``.
+        pack: Whether linear layers also keep their weights in the order in which oneDNN reads them, which
             takes less time and the memory of a second copy; ``"only"`` keeps no other copy.
         options: The other arguments of ``KVCache.for_model``.
 
     Raises:
-        ArgumentError: ``model`` is none, an argument has no such value, or as ``KVCache.for_model``; nothing
-            was changed.
-        UnsupportedError: the model takes no cache that could be replaced; nothing was changed. Layers without
-            keys and values, and attention that cannot be replaced, stay as they are, which a WARNING names.
+        ArgumentError: ``model`` is no model, an argument has an invalid value, or as ``KVCache.for_model``;
+            nothing was changed.
+        UnsupportedError: the model takes no cache; nothing was changed. Layers without keys and values, and
+            attention that cannot be replaced, stay unchanged; a WARNING names them.
     """
     model = _base_of(model)
     if not isinstance(model, PreTrainedModel):
@@ -74,9 +74,9 @@ def enable(
 
 
 def disable(model: Any) -> None:
-    """Take back ``enable``: the model has the caches and the attention that it had before.
+    """Undo ``enable``: restore the caches and the attention that the model had before.
 
-    An attention implementation that was set in between stays. Does nothing if the model is not enabled.
+    An attention implementation that was set in between stays. A model that is not enabled is unchanged.
     """
     model = _base_of(model)
     enabled = getattr(model, _ENABLED, None)
@@ -87,12 +87,14 @@ def disable(model: Any) -> None:
 
 
 def _base_of(model: Any) -> Any:
-    """The model within peft's, whose ``generate`` and forward call it."""
+    """The model within a ``PeftModel``, which calls its ``generate`` and forward; else the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class _Enabled:
-    """What was changed of a model, and what caches it gets. Refers to no model, so that copies may share it.
+    """Changes of an enabled model, and the options of its caches.
+
+    It has no reference to the model, so copies of the model can share it.
 
     Attributes:
         options: Arguments of ``KVCache.for_model``.
@@ -115,7 +117,7 @@ class _Enabled:
             setattr(model, VALIDATE, ValidateMode(model))
 
     def remove(self, model: PreTrainedModel) -> None:
-        """Undo it."""
+        """Undo the changes of a model."""
         self._hook.remove()
         for name in vars(model).keys() & {_PREPARE, VALIDATE}:
             delattr(model, name)
@@ -134,7 +136,7 @@ class _Enabled:
 
 
 class _ForwardHook:
-    """Before a forward: a cache, if one is used and none is given."""
+    """Forward pre-hook that adds a cache if the forward uses one and none is given."""
 
     def __init__(self, enabled: _Enabled) -> None:
         self._enabled = enabled
@@ -164,12 +166,12 @@ class _ForwardHook:
 
 
 def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
-    """Whether a forward keeps keys and values: as it is told, or else as the configuration says."""
+    """Whether a forward keeps keys and values; ``None`` means as the configuration says."""
     return bool(getattr(text_config_of(model), "use_cache", False) if use_cache is None else use_cache)
 
 
 class _PrepareCache:
-    """In the place of ``generate``'s method that makes a cache where the caller gave none."""
+    """Replacement of ``generate``'s method that makes a cache if the caller gave none."""
 
     def __init__(self, model: PreTrainedModel, enabled: _Enabled) -> None:
         self._model = model
@@ -184,7 +186,7 @@ class _PrepareCache:
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")
         if made is not None and not is_given and is_default:
             model_kwargs[CACHE_ARGUMENT] = cache = self._enabled.cache(model)
-            # Drafts of an assistant may be removed further back than a window keeps; not in every version.
+            # Removing an assistant's drafts may need tokens that a window no longer keeps.
             if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()
         prepare_drafts(model, given_cache(model_kwargs), generation_config, (*args, *kwargs.values()))

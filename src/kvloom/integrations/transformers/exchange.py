@@ -1,7 +1,7 @@
-"""Keys and values of a text, from a store to a file in the legacy format and back.
+"""Copy of a text's keys and values between a store and a file in the legacy format.
 
 The file is safetensors with ``past_key_values.{layer}.key`` and ``.value``, ``[1, H, N, D]`` in the model's
-dtype, as exported models name them, and ``input_ids`` ``[1, N]``. Letters as in ``legacy.py``.
+dtype, as exported models name them, and ``input_ids`` ``[1, N]``. Shapes as in ``legacy.py``.
 """
 
 from collections.abc import Sequence
@@ -41,26 +41,25 @@ def exchange(
 ) -> int:
     """Copy the keys and values of a text between a store and a file.
 
-    What comes out of a store is dequantized, and what goes in is quantized, as ``kv`` says.
+    Tokens from a store are dequantized, and tokens for a store are quantized, in the format ``kv``.
 
     Args:
         source: A folder or URL of a store, or a ``.safetensors`` file.
         target: The other of the two.
         model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
-        tokens: Ids of the text; the keys and values are those of the first ones.
-        kv: How the store keeps them.
+        tokens: Ids of the text; a prefix of it is copied.
+        kv: Cache format in the store.
         page_size: Tokens in a page; only full pages are stored.
-        salt: Whose they are.
-        key: Of the store, if it has one.
+        salt: Salt of the text in the store.
+        key: Secret key of the store, if it has one.
 
     Returns:
-        How many tokens the target has.
+        Number of tokens in the target.
 
     Raises:
-        ArgumentError: not one of the two is a file; the file is of another kind, model or text; or the store
-            has no page of the text, or cannot be written.
-        UnsupportedError: as ``KVPool.for_model``; or layers keep index keys, too, for which the file has no
-            place.
+        ArgumentError: not exactly one of the two is a file; the file has another format, model or text; or
+            the store has no page of the text, or cannot be written.
+        UnsupportedError: as ``KVPool.for_model``; or layers also keep index keys, which the file cannot hold.
     """
     if has_index(text_config_of(model)):
         raise UnsupportedError(
@@ -85,7 +84,7 @@ def _from_store(
     connect(store_url(store), _TIMEOUT, create=False)
     with KVStore(store_url(store), read="always", key=key) as opened:
         pool = KVPool.for_model(model, kv, page_size, max_tokens=len(tokens) + page_size, store=opened)
-        # The last token is never read, as it is left to compute.
+        # A pool never finds the last token of a text: one is left to compute.
         cache = pool.begin(torch.tensor([[*tokens, 0]], device=model.device), salt)
     if not cache.get_seq_length():
         raise ArgumentError(
@@ -105,7 +104,7 @@ def _to_store(
     key: bytes | None,
     fingerprint: Fingerprint,
 ) -> int:
-    """How many tokens are there and could be read back."""
+    """Number of tokens that could be read back from the store."""
     count = pairs[0][0].shape[2]
     room = sum(x.nbytes for pair in pairs for x in pair)  # nothing is dropped
     with KVStore(store_url(store), read="always", max_queued=2 * room, key=key) as opened:
@@ -142,7 +141,7 @@ def _save(path: Path, pairs: _Pairs, tokens: Sequence[int]) -> int:
 
 
 def _load(path: Path, fingerprint: Fingerprint, tokens: Sequence[int]) -> _Pairs:
-    """The pairs of a file, which are of this model and text."""
+    """Keys and values of a file, checked to be of this model and text."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -1,8 +1,8 @@
-"""Texts fed in pieces that end at multiples of a grid, so that recurrent states have the same bits each time.
+"""Grid of positions where texts are cut into pieces, so that recurrent states have the same bits each time.
 
-The bits of a recurrent state depend on the pieces in which its text was fed. So a model with such states is
-fed each text in the same pieces: at each multiple of the grid one ends and the next begins. A text that was
-fed otherwise, such as token by token while it was generated, is not in whole pieces from there on.
+The bits of a recurrent state depend on the pieces in which its text was fed. A model with such states is
+therefore fed each text in pieces that end at multiples of the grid. A text that was fed otherwise, such as
+token by token while it was generated, has no whole pieces from there on.
 
 Shapes: B rows, T new tokens of each.
 """
@@ -25,28 +25,28 @@ _AXES: Final = {
     "token_type_ids": (-1, 2),
     "mm_token_type_ids": (-1, 2),
 }
-"""Of arguments with tokens, the axis of these, and how many axes there are; 0 for any number."""
+"""Axis of the tokens, and number of axes (0 for any), of each argument with tokens."""
 _WHOLE: Final = {
     "return_dict": False,
     "output_attentions": True,
     "output_hidden_states": True,
     "output_router_logits": True,
 }
-"""Values with which outputs cannot be joined."""
+"""Argument values with which the outputs of pieces cannot be joined."""
 _OUTPUTS: Final = ("logits", "last_hidden_state")
 
 
 class Grid:
-    """How far a cache was fed in whole pieces, with copies of it where pieces ended.
+    """State of a cache that is fed in pieces: the end of the whole pieces, and copies where pieces ended.
 
     Attributes:
         interval: Tokens between two multiples of the grid.
-        end: Tokens that were fed in whole pieces.
-        found: Tokens whose states others know, and the text went on from.
-        wanted: Where copies are to be made, beside the last whole piece of each forward.
-        copies: By the number of their tokens.
-        outputs: Of the first pieces of a forward whose last one runs now.
-        versions: Of the states, as the last forward left them; ``None`` where that is not known.
+        end: Number of tokens that were fed in whole pieces.
+        found: Number of tokens whose states were found, or committed last.
+        wanted: Numbers of tokens at which to make copies, beside the last whole piece of each forward.
+        copies: Copies of the cache by their number of tokens.
+        outputs: Outputs of the first pieces of a forward whose last piece runs now.
+        versions: Result of ``versions_of`` after the last forward; ``None`` if not known.
     """
 
     def __init__(self, interval: int, end: int = 0) -> None:
@@ -64,14 +64,14 @@ class Grid:
         return other
 
     def cuts(self, past: int, end: int) -> list[int]:
-        """Where pieces of a forward of the tokens from ``past`` to ``end`` end, the last one left out."""
+        """Ends of the pieces of a forward of the tokens from ``past`` to ``end``, without the last end."""
         if past != self.end:
             return []
         return [*range(past + self.interval, end, self.interval)]
 
     @contextmanager
     def feeding(self, last: int) -> Iterator[None]:
-        """Pieces of a forward up to token ``last`` are fed within the block."""
+        """Context in which the pieces of a forward up to token ``last`` are fed."""
         self._last = last
         try:
             yield
@@ -84,22 +84,22 @@ class Grid:
         if is_whole:
             self.end = end
         last = end if self._last is None else self._last
-        if end + self.interval == last:  # the text again, whose last token is always computed, begins here
+        if end + self.interval == last:  # the same text, whose last token is always computed, begins here
             self.wanted.add(end)
         return is_whole and (end in self.wanted or end + self.interval > last)
 
     def keep(self, end: int, copy: Any) -> None:
-        """Have a copy of the cache behind ``end`` tokens, in the place of one that is not wanted any more."""
+        """Keep a copy of the cache after ``end`` tokens, and drop copies that are not wanted."""
         self.copies = {at: x for at, x in self.copies.items() if at in self.wanted} | {end: copy}
 
     def truncate(self, end: int) -> None:
-        """Forget all pieces behind the first ``end`` tokens."""
+        """Forget all pieces after the first ``end`` tokens."""
         self.end = min(self.end, end // self.interval * self.interval)
         self.copies = {at: x for at, x in self.copies.items() if at <= end}
 
 
 def versions_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
-    """Which tensors the states of layers are, and how often each was written."""
+    """Identity and version counter of each state tensor of the layers."""
     states = (
         x
         for layer in layers
@@ -111,7 +111,7 @@ def versions_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def why_uncut(module: Any, inputs: Mapping[str, Any], num_tokens: int) -> str:
-    """The argument of a forward of ``num_tokens`` tokens that cannot be cut into pieces; empty if all can."""
+    """Name of an argument of a forward of ``num_tokens`` tokens that cannot be cut; empty if all can."""
     if inputs.get("return_dict") is None and not getattr(module.config, "return_dict", True):
         return "return_dict"
     for name, value in inputs.items():
@@ -128,10 +128,10 @@ def why_uncut(module: Any, inputs: Mapping[str, Any], num_tokens: int) -> str:
 
 
 def piece_of(inputs: Mapping[str, Any], start: int, end: int, num_tokens: int) -> dict[str, Any]:
-    """Arguments of a forward of its new tokens ``start`` to ``end`` alone, of ``num_tokens``."""
+    """Arguments of a forward cut to its new tokens ``start`` to ``end``, of ``num_tokens``."""
     piece = dict(inputs)
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and name == "attention_mask":  # of stored tokens, too, or of new ones
+        if isinstance(value, Tensor) and name == "attention_mask":  # with or without columns of stored tokens
             piece[name] = value[:, : value.shape[1] - num_tokens + end]
         elif isinstance(value, Tensor):
             piece[name] = value.narrow(_AXES[name][0], start, end - start)
@@ -141,11 +141,11 @@ def piece_of(inputs: Mapping[str, Any], start: int, end: int, num_tokens: int) -
 
 
 def joined(outputs: list[Any], keep: int) -> Any:
-    """The output of a forward whose pieces had these.
+    """The output of a forward, joined from the outputs of its pieces.
 
     Args:
-        outputs: Of all pieces.
-        keep: Its ``logits_to_keep``; 0 for all.
+        outputs: Outputs of all pieces.
+        keep: ``logits_to_keep`` of the forward; 0 for all.
     """
     last = outputs[-1]
     for name in _OUTPUTS:

@@ -1,4 +1,4 @@
-"""Whose keys and values a model computes, and how long it takes: what a store has to know."""
+"""Identity of a model in a store: fingerprints of its cache, a probe, and its time per token."""
 
 import hashlib
 import json
@@ -36,31 +36,31 @@ if TYPE_CHECKING:
     from kvloom.integrations.transformers.pool_states import PoolStates
 
 _TIMED: Final = 64
-"""Tokens that a model computes to tell what it keeps of them, and how long that takes."""
+"""Tokens that a model computes to find its cache's formats and its time per token."""
 _PROBED: Final = 8
-"""Tokens whose keys and values are compared with those of others."""
+"""Tokens of the probe, whose keys and values are compared with those of other processes."""
 _EPSILONS: Final = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
-"""What the root mean square of rounding may be after one layer, relative to that of keys or values.
+"""Allowed root mean square of rounding after one layer, in epsilons relative to that of keys or values.
 
-Measured between ways to compute the same are 8 and 1.2, in 32 layers. Sums are in float32 for all dtypes,
-so that their rounding counts for float32 alone.
+Different ways to compute the same model were measured to differ by 8 and 1.2, in 32 layers. Sums are in
+float32 for all dtypes, so their rounding counts for float32 alone.
 """
 _SIDES: Final = ("keys", "values")
 _WITHOUT_EFFECT: Final = frozenset(
     {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"}
 )
-"""Fields of a configuration that change no keys and values, or are a field of the fingerprint."""
+"""Fields of a configuration that change no keys and values, or have a field in the fingerprint."""
 _ROPE: Final = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
 class Identity(NamedTuple):
-    """A model in its present state, as far as a store goes.
+    """Identity of a model in its present state, for a store.
 
     Attributes:
-        fingerprints: Of each group of layers, whose keys and values: first of the layers that attend to all
-            tokens, then of those of each window, and behind them of their residual windows and of states.
-        storages: Of each group, by layer, with the tensors that it keeps.
-        seconds_per_token: How long a token takes to compute among others.
+        fingerprints: Fingerprint of each group of layers: first of the layers that attend to all tokens, then
+            of the layers of each window, then of their residual windows and of recurrent states.
+        storages: Storages of each group, by layer.
+        seconds_per_token: Time to compute a token among others.
         probe: Keys and values of a few tokens.
     """
 
@@ -71,15 +71,15 @@ class Identity(NamedTuple):
 
 
 def identify(model: Any, format: CacheFormat, states: "PoolStates | None" = None) -> Identity:
-    """Run the model on a few tokens, and read its weights once.
+    """Run the model on a few tokens, read its weights once, and return its identity.
 
     Args:
         model: A ``PreTrainedModel`` whose layers keep tokens in pages, or recurrent states.
-        format: How its keys and values are kept.
-        states: What keeps its recurrent states, if a prefix is found with them.
+        format: Cache format of its keys and values.
+        states: Pages of its recurrent states, if prefixes are found with states.
 
     Raises:
-        UnsupportedError: its weights are no tensors in memory.
+        UnsupportedError: a weight is no tensor in memory.
     """
     _run(model, format, _TIMED)
     began = time.perf_counter()
@@ -110,9 +110,10 @@ def identify(model: Any, format: CacheFormat, states: "PoolStates | None" = None
 
 
 def _differing_layers(format: CacheFormat, cache: KVCache) -> str:
-    """Of a plan whose layers differ, how all are kept: what one keeps follows from what those before it read.
+    """Digest of the formats of all layers if they differ, else an empty text.
 
-    Layers of one group are in its fingerprint; where all are kept alike, so are those of the other groups.
+    A layer's keys and values depend on the formats of all layers before it. A fingerprint has those of its
+    own group alone, which say all if the formats do not differ.
     """
     if len({(replace(x, smoothing=None), x.smoothing is None) for x in format.layers or ()}) < 2:
         return ""
@@ -140,9 +141,9 @@ def probe_of(model: Any) -> Probe:
 
 
 def _difference(mine: Mapping[str, Tensor], theirs: bytes) -> str:
-    """How keys and values of another differ by more than rounding.
+    """Message that says where another probe differs by more than rounding; empty if nowhere.
 
-    Each layer rounds in all directions, so errors grow with the root of the number of layers.
+    Rounding errors of layers have random signs, so they grow with the root of the number of layers.
     """
     try:
         others = load(theirs)
@@ -164,10 +165,10 @@ def _difference(mine: Mapping[str, Tensor], theirs: bytes) -> str:
 
 
 def model_digest(model: Any) -> str:
-    """A digest of weights, configuration and behavior, by which another process knows the same model.
+    """A digest of weights, configuration and behavior; the same in every process.
 
     Raises:
-        UnsupportedError: its weights are no tensors in memory.
+        UnsupportedError: a weight is no tensor in memory.
     """
     parts = (
         _config_digest(model),
@@ -187,16 +188,16 @@ def fingerprint_with(
     recent: int = 0,
     smoothing: str = "",
 ) -> Fingerprint:
-    """The fingerprint of a model, which may have no weights in memory.
+    """The fingerprint of a model; its weights need not be in memory.
 
     Args:
         model: A ``PreTrainedModel``.
         weights: Digest of its weights.
-        attention: Which tokens a token sees.
-        layers: How each layer keeps its tokens.
+        attention: Text that names the tokens that a token sees.
+        layers: Format of each layer.
         rotation: Which of keys and values are rotated, one of ``ROTATIONS``.
         recent: Residual window.
-        smoothing: Digest of how keys are smoothed.
+        smoothing: Digest of the smoothing of keys.
     """
     config = text_config_of(model)
     rope = {name: getattr(config, name) for name in _ROPE if getattr(config, name, None) is not None}
@@ -215,9 +216,10 @@ def fingerprint_with(
 
 
 def fingerprint_of(model: Any, kv: str = "auto", values: str | None = None) -> Fingerprint:
-    """Whose keys and values a pool of this model has; the arguments are those of ``KVPool.for_model``.
+    """The fingerprint of the first group of layers in a pool of this model.
 
-    Of a model with windows: those of the layers without one, or of the first window.
+    Arguments are those of ``KVPool.for_model``. The first group has the layers without a window, or those of
+    the first window if all have one.
 
     Raises:
         UnsupportedError: as ``identify``.
@@ -231,13 +233,13 @@ def weights_digest(weights: Mapping[str, Any]) -> str:
     """A digest of names, dtypes, shapes and bytes of all weights, such as a model's ``state_dict()``.
 
     Raises:
-        UnsupportedError: one is no tensor in memory.
+        UnsupportedError: a weight is no tensor in memory.
     """
     return digest_of_sums({name: weight_sum(name, weight) for name, weight in weights.items()})
 
 
 def digest_of_sums(sums: Mapping[str, bytes]) -> str:
-    """``weights_digest`` of weights whose sums are known, by name."""
+    """``weights_digest`` for the results of ``weight_sum``, by name of the weight."""
     digest = hashlib.sha256(b"kvloom weights\0")
     for name in sorted(sums):
         digest.update(f"{name} ".encode() + sums[name])
@@ -252,7 +254,7 @@ def weight_sum(name: str, weight: Any) -> bytes:
     """
     try:
         data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    # What stands for a weight on the meta device, or in another library's format, refuses one of these.
+    # A weight on the meta device, or in another library's format, raises one of these.
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise UnsupportedError(
             f"model must have its weights in memory as tensors for a store, got {name} as "
@@ -267,12 +269,12 @@ def _config_digest(model: Any) -> str:
 
 
 def _run(model: Any, format: CacheFormat, num_tokens: int) -> KVCache:
-    """The model on tokens that are the same for all models of its vocabulary."""
+    """The cache after a forward of tokens that depend on the size of the vocabulary alone."""
     cache = KVCache(make_layers(model, replace(format, max_tokens=None)))
     size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, num_tokens + 1, device=model.device)[None] * 7919 % size
     was_training = [module for module in model.modules() if module.training]
-    model.eval()  # or it would draw random numbers
+    model.eval()  # no random dropout
     try:
         with torch.no_grad():
             model(input_ids=tokens, use_cache=True, **as_argument(model, cache))

@@ -1,4 +1,4 @@
-"""Layers of models that choose which tokens they attend to, by keys of an index: DeepSeek V3.2 and its kin.
+"""Cache layers with index keys, by which models such as DeepSeek V3.2 choose the tokens they attend to.
 
 Shapes: B sequences, Q new tokens of each, N tokens, D elements of an index key.
 """
@@ -17,12 +17,12 @@ _Layer = TypeVar("_Layer", bound="IndexedKVCacheLayer")
 
 
 class IndexedKVCacheLayer(KVCacheLayer):
-    """Keys and values of one layer, and beside them the keys of its index.
+    """Keys and values of one layer, and the keys of its index.
 
     Attributes:
-        index_keys: Where these are.
-        has_keys: Whether it has keys and values of its own, and not those of another layer.
-        has_index: Whether it has an index of its own, and does not go by another layer's choice.
+        index_keys: Storage of the index keys.
+        has_keys: Whether it has keys and values of its own, and does not use those of another layer.
+        has_index: Whether it has an index of its own, and does not use another layer's choice.
     """
 
     def __init__(self, pages: PagedLayer | FixedLayer, config: Any, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class IndexedKVCacheLayer(KVCacheLayer):
         self.keep(has_keys=True, has_index=True)
 
     def keep(self, *, has_keys: bool, has_index: bool) -> None:
-        """Say what it has of its own; all at first."""
+        """Set whether it has keys and an index of its own; both at first."""
         self.has_keys, self.has_index = has_keys, has_index
         self.streams = (self.pages,) * has_keys + (self.index_keys,) * has_index
 
@@ -42,7 +42,7 @@ class IndexedKVCacheLayer(KVCacheLayer):
         """Store index keys ``[B, Q, D]`` and return all of them, ``[B, N, D]``.
 
         Raises:
-            ShapeError: they are of another shape or dtype than those before.
+            ShapeError: they have another shape or dtype than those before.
             StateError: the cache is frozen, or has tokens without index keys.
             UnsupportedError: the model's configuration says that this layer has no index.
         """
@@ -65,10 +65,10 @@ class IndexedKVCacheLayer(KVCacheLayer):
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Positions of the tokens, ``[axes, B, N]``, as the model assigned them; ``None`` before.
+        """Positions of the tokens, ``[axes, B, N]``, as the model assigned them; ``None`` without tokens.
 
         Raises:
-            UnsupportedError: there are tokens without them, such as of a prefix that was found.
+            UnsupportedError: there are tokens without positions, such as those of a found prefix.
         """
         num_tokens = int(self.streams[0].get_seq_length())
         if self._positions is None and num_tokens:
@@ -83,22 +83,22 @@ class IndexedKVCacheLayer(KVCacheLayer):
         self._positions = positions
 
     def crop_positions(self, num_tokens: int) -> None:
-        """Keep those of the first tokens."""
+        """Keep the positions of the first tokens."""
         if self._positions is not None:
             self._positions = self._positions[..., :num_tokens] if num_tokens else None
 
     def select_positions(self, rows: Tensor) -> None:
-        """Make those of row i what those of row ``rows[i]`` were."""
+        """Give row i the positions of row ``rows[i]``."""
         if self._positions is not None:
             self._positions = self._positions.index_select(1, rows.to(self._positions.device))
 
     def expect_croppable_by_row(self) -> None:
-        """Raise UnsupportedError if rows cannot lose other numbers of tokens than others."""
+        """Raise UnsupportedError if rows cannot be cropped by different numbers of tokens."""
         if self._positions is not None:
             raise UnsupportedError("positions of index keys cannot be cropped row by row")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of ``KVCacheLayer``."""
+        """Crop keys, values, index keys and positions; argument as in ``KVCacheLayer``."""
         self.expect_changeable()
         num_tokens = num_kept(tokens_to_remove, max(stream.num_tokens for stream in self.streams))
         for stream in self.streams:
@@ -106,13 +106,13 @@ class IndexedKVCacheLayer(KVCacheLayer):
         self.crop_positions(num_tokens)
 
     def reset(self) -> None:
-        """As of ``KVCacheLayer``."""
+        """Forget all tokens, with their index keys and positions."""
         super().reset()
         self.index_keys.reset()
         self._positions = None
 
     def fork(self: _Layer, sequences: Sequences | None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
-        """As of ``KVCacheLayer``."""
+        """A copy of this layer over ``sequences``, with its index keys and positions."""
         other = super().fork(sequences)
         other.index_keys = self.index_keys.fork(sequences)
         other.keep(has_keys=self.has_keys, has_index=self.has_index)

@@ -1,4 +1,4 @@
-"""A test of one model: that prefixes are shared where they may be, and nowhere else."""
+"""Test of one model: prefixes are shared where they may be, and nowhere else."""
 
 import contextlib
 import tempfile
@@ -24,17 +24,17 @@ _PAGE: Final = 4
 _FOUND: Final = 20
 _LENGTH: Final = _FOUND + 3
 _SCALES: Final = ("scaling", "softmax_scale", "variance_epsilon", "eps")
-"""Attributes of modules, one of which most models have."""
+"""Attributes of modules that change their results; most models have one of them."""
 
 
 class Check(NamedTuple):
-    """One thing that was tried.
+    """Result of one check.
 
     Attributes:
-        name: What was done between computing a text and asking for it again.
+        name: What was changed between computing a text and asking for it again.
         expected: Tokens that should be found, or ``"refused"``.
         actual: Tokens that were found, or ``"refused"``.
-        problem: What is wrong; empty if nothing is.
+        problem: What is wrong; empty if the check passed.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Check(NamedTuple):
 
 
 def check_isolation(model: Any, kv: str = "auto") -> list[Check]:
-    """Prove on a model that its prefixes are shared where they may be and not where they may not be.
+    """Check on a model that its prefixes are shared where they may be, and nowhere else.
 
     A text is computed in a ``KVPool``, and asked for again after each of several changes. Where sharing is
-    allowed it must be found, with the logits of a cache that shares nothing; elsewhere it must not be. So it
-    is with a store in a temporary folder, and in a session of continuous batching.
+    allowed it must be found, with the logits of a cache that shares nothing; elsewhere it must not be found.
+    The same is checked with a store in a temporary folder, and in a session of continuous batching.
 
     Hooks, attributes and one weight of the model are changed meanwhile, and restored at the end.
 
@@ -57,11 +57,11 @@ def check_isolation(model: Any, kv: str = "auto") -> list[Check]:
         kv: As ``KVPool.for_model``.
 
     Returns:
-        What was tried, in order.
+        The checks, in order.
 
     Raises:
         ArgumentError: as ``KVPool.for_model``.
-        UnsupportedError: as ``KVPool.for_model``: such a model shares nothing.
+        UnsupportedError: as ``KVPool.for_model``; such a model shares no prefixes.
     """
     was_training = [module for module in model.modules() if module.training]
     model.eval()
@@ -88,7 +88,7 @@ class _Tried:
         self._pool = self._pool_with(None)
 
     def checks(self) -> Iterator[Check]:
-        """Try everything; what cannot be restored to the bit comes last."""
+        """Run all checks; the change of a weight, after which the model has another state, comes last."""
         pool = self._pool
         yield self._asked("nothing was computed", pool, 0)
         yield self._asked("the same text", pool, _FOUND)
@@ -122,7 +122,7 @@ class _Tried:
         logits = self._last_logits(cache, found)
         smoothed_alike = replace(cache.sequences[0].pages.format, max_tokens=None)
         alone = KVCache(make_layers(self._model, smoothed_alike))
-        if found:  # cut as it is cut when it is found
+        if found:  # cut into the same forwards as with a found prefix
             self._forward(self._tokens[:, :found], alone)
         expected_logits = self._last_logits(alone, found)
         pool.commit(cache, self._tokens)
@@ -180,7 +180,7 @@ class _Tried:
         return Check(name, "refused", "accepted", "it was not refused")
 
     def _reversible(self) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
-        """Changes that leave no trace."""
+        """Changes of the model that can be undone exactly."""
         model = self._model
         yield "a hook", _hooked(model.get_input_embeddings())
         for owner, name in ((x, name) for x in model.modules() for name in _SCALES):
@@ -194,10 +194,10 @@ class _Tried:
             yield "no adapter", model.disable_adapter()
 
     def _session(self) -> Iterator[Check]:
-        """The same in a session of continuous batching, where the model has one."""
+        """Checks in a session of continuous batching, if the model supports one."""
         from kvloom.integrations.transformers.batching import continuous_batching
 
-        if "init_continuous_batching" in vars(self._model):  # it is the caller's
+        if "init_continuous_batching" in vars(self._model):  # the caller has enabled sessions
             return
         try:
             continuous_batching(self._model, self._kv)
@@ -232,7 +232,7 @@ class _Tried:
         return Check(name, expected, found, getattr(result, "error", "") or problem)
 
     def _stored(self, folder: str) -> Iterator[Check]:
-        """The same through a store: each pool stands for a process of its own."""
+        """Checks with a store; each pool plays the role of another process."""
         name, change = next(self._reversible())
         for said, expected, changed in (
             ("an empty store", 0, nullcontext()),
@@ -282,7 +282,7 @@ def _disabled(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _changed_weight(model: Any) -> Iterator[None]:
-    """A weight that decides keys and values, written, and restored bit for bit."""
+    """Context with a changed embedding weight, which is restored bit for bit at the end."""
     weight = model.get_input_embeddings().weight
     if weight.device.type == "meta":
         raise UnsupportedError("model must have its weights in memory")

@@ -1,12 +1,12 @@
-"""Multi-head latent attention (MLA), whose caches hold latents: attention reads them where they lie.
+"""Multi-head latent attention (MLA), whose caches hold latents: attention reads the latents in place.
 
 In each forward a model expands all of its cached latents to keys and values of all heads: ``expand_kv``, by
 the weight of ``kv_b_proj``. With the weight W of one head in two parts, of keys and of values, and latents c,
 
     q . (W_k c) = (q W_k) . c        and        sum of p (W_v c) = W_v (sum of p c).
 
-So a few queries are multiplied by the weight instead of all tokens ("absorbed"), and attention has one
-key/value head: latents with rope keys behind them, of which the values are the latents.
+So a few queries are multiplied by the weight instead of all tokens ("absorbed"). Attention then has one
+key/value head: a key is a latent followed by its rope key, and its value is the latent.
 
 Shapes: B sequences, Q queries of each, N tokens, H heads; ``nope`` and ``rope`` elements of a query without
 and with positions, ``v`` of a value, ``rank`` of a latent.
@@ -33,17 +33,17 @@ from kvloom.integrations.transformers.text_config import EXPAND
 from kvloom.ops.invariance import is_batch_invariant
 
 SESSION_ATTENTION: Final = "kvloom_paged"
-"""Attention of sessions of continuous batching, which stores the latents that layers give it."""
+"""Name of the attention of continuous batching sessions, which stores the latents that layers pass to it."""
 
 _ORIGINAL: Final = "_kvloom_original"
 _IS_LINEAR: Final = "_kvloom_expands_linearly"
 
 
 def answer_latents(model: nn.Module) -> None:
-    """Let ``expand_kv`` of a model's layers answer latents in a cache with what stands for the result.
+    """Let ``expand_kv`` of a model's layers return ``ExpandedStates`` for cached latents.
 
-    In sessions it answers those of new tokens so, too. It is done once for each class of layers, and other
-    tensors are expanded as ever.
+    In sessions it also does so for latents of new tokens. Other tensors are expanded as before. Each class of
+    layers is changed once.
     """
     for module in model.modules():
         owner = next((x for x in type(module).__mro__ if EXPAND in vars(x)), None)
@@ -58,7 +58,7 @@ def answer_latents(model: nn.Module) -> None:
 
 
 def why_expanded(module: nn.Module) -> str | None:
-    """Why a layer's queries cannot be multiplied by its weight in the place of its latents, or ``None``."""
+    """Why a layer's queries cannot be multiplied by its weight instead of its latents, or ``None``."""
     projection = getattr(module, "kv_b_proj", None)
     kind = type(projection)
     is_plain = kind is nn.Linear or isinstance(projection, InvariantRows)
@@ -74,7 +74,7 @@ def why_expanded(module: nn.Module) -> str | None:
 
 
 def why_not_absorbed(module: nn.Module) -> str | None:
-    """As ``why_expanded``, or that ``expand_kv`` is not what is said above, of a class that answers."""
+    """As ``why_expanded``; also a reason if ``expand_kv`` is not known to be the product described above."""
     reason = why_expanded(module)
     if reason is None and not getattr(type(module), _IS_LINEAR, False):
         reason = "expand_kv is not known to be a product by kv_b_proj"
@@ -82,10 +82,10 @@ def why_not_absorbed(module: nn.Module) -> str | None:
 
 
 def expect_absorbed(model: nn.Module) -> None:
-    """Answer latents as ``answer_latents`` does, for a session, which expands none.
+    """Call ``answer_latents`` for a session, which never expands latents.
 
     Raises:
-        UnsupportedError: the latents of a layer must be expanded. A layer without data is not looked at.
+        UnsupportedError: the latents of a layer must be expanded. A layer on the meta device is not tried.
     """
     answer_latents(model)
     for name, module in model.named_modules():
@@ -102,9 +102,9 @@ def _is_meta(module: Any) -> bool:
 
 
 def _expands_linearly(module: Any) -> bool | None:
-    """Whether a layer's ``expand_kv`` is what is said above, tried with two latents.
+    """Whether a layer's ``expand_kv`` is the product described above, tried with two latents.
 
-    ``None`` where its weights do not tell, as they are not finite.
+    ``None`` if that cannot be told because results are not finite.
     """
     weight = module.kv_b_proj.weight
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def _expands_linearly(module: Any) -> bool | None:
 
 
 def _parts_of(module: Any) -> tuple[Tensor, Tensor]:
-    """The weight of keys ``[H, nope, rank]`` and that of values ``[H, v, rank]``, views."""
+    """Views of the weights of keys ``[H, nope, rank]`` and of values ``[H, v, rank]``."""
     nope = module.qk_nope_head_dim
     heads: Tensor = module.kv_b_proj.weight.unflatten(0, (-1, nope + module.v_head_dim))
     return heads[:, :nope], heads[:, nope:]
@@ -149,7 +149,7 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class _Source:
-    """Latents and rope keys of a layer's cache, or of its new tokens, and how the layer expands them."""
+    """Latents and rope keys of a layer's cache, or of its new tokens, and the layer's ``expand_kv``."""
 
     module: Any
     expand: Callable[..., tuple[Tensor, Tensor]]
@@ -169,7 +169,7 @@ class Absorbed:
 
     Attributes:
         query: ``[B, H, Q, rank + rope]``.
-        weight: Of values, ``[H, v, rank]``.
+        weight: Weight of values, ``[H, v, rank]``.
         is_invariant: Whether a query has the same bits among any others.
     """
 
@@ -178,13 +178,13 @@ class Absorbed:
     is_invariant: bool
 
     def values(self, out: Tensor) -> Tensor:
-        """``[B, Q, H, v]`` of sums of latents ``[B, Q, H, rank]``."""
+        """Output ``[B, Q, H, v]`` for weighted sums of latents ``[B, Q, H, rank]``."""
         found: Tensor = _by_head(out.flatten(0, 1), self.weight, self.is_invariant)
         return found.view(*out.shape[:3], -1)
 
 
 class ExpandedStates(LazyTensor):
-    """Keys or values ``[B, H, N, D]`` that a layer makes of latents, where nobody needs them so."""
+    """Keys or values ``[B, H, N, D]`` that a layer would make of latents; expanded when they are used."""
 
     def __init__(self, source: _Source, side: int) -> None:
         self._source, self._side = source, side
@@ -201,12 +201,12 @@ class ExpandedStates(LazyTensor):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That the model computes in."""
+        """Dtype that the model computes in."""
         return self._source.latents.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the latents are."""
+        """Device of the latents."""
         return self._source.latents.device
 
     def gather(self) -> Tensor:
@@ -216,17 +216,17 @@ class ExpandedStates(LazyTensor):
     def absorbed(
         self, values: "ExpandedStates", query: Tensor, num_read: int | None = None
     ) -> Absorbed | None:
-        """Queries ``[B, H, Q, nope + rope]`` for the latents, or ``None`` where these are to be expanded.
+        """Absorbed queries, or ``None`` if the latents are to be expanded.
 
-        They are where the layer's weight is not there to be used, where keys and values are not of one
-        source, and where that takes less time: in a text's first forward, and of many queries at once. So a
-        query's bits depend on the number of tokens in its forward, unless ``ops.BatchInvariance`` is wanted,
-        or in a session, which absorbs all queries.
+        They are expanded if the layer's weight cannot be used, if keys and values have different sources, and
+        if that takes less time: in a text's first forward, and for many queries at once. So a query's bits
+        depend on the number of tokens in its forward, except with ``ops.BatchInvariance`` and in a session,
+        which absorb all queries.
 
         Args:
-            values: As above.
-            query: The same.
-            num_read: Latents that each query reads, as they are chosen for it; ``None`` for all.
+            values: The values that belong to these keys.
+            query: ``[B, H, Q, nope + rope]``.
+            num_read: Number of latents that are chosen for each query; ``None`` for all.
         """
         module = self._source.module
         if values._source is not self._source or why_not_absorbed(module) is not None:
@@ -249,8 +249,8 @@ class ExpandedStates(LazyTensor):
 
 
 def _by_head(rows: Tensor, weight: Tensor, is_invariant: bool) -> Tensor:
-    """Rows ``[M, H, K]``, of each head times its weight ``[H, N, K]``: ``[M, H, N]``."""
-    # Of a bfloat16 matrix that is to be transposed oneDNN makes a copy each time; and of any that is not.
+    """Products ``[M, H, N]`` of rows ``[M, H, K]`` by the weights ``[H, N, K]`` of their heads."""
+    # The order of factors avoids that oneDNN copies the weight in each call.
     products = _Products(len(weight), weight.dtype == torch.bfloat16 and weight.stride(-1) == 1)
     rule = rule_of(weight[0], None, products) if is_invariant else NONE
     return rule.apply(partial(products.multiply, weight), rows)
@@ -258,13 +258,13 @@ def _by_head(rows: Tensor, weight: Tensor, is_invariant: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class _Products:
-    """How as many matrices are multiplied at once; called with one of them, as ``rule_of`` tries it."""
+    """Products by the weights of all heads at once; ``rule_of`` calls it with the weight of one head."""
 
     heads: int
     is_second: bool
 
     def multiply(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """As ``_by_head``; ``is_second`` is whether rows are the second factor."""
+        """Products as in ``_by_head``; ``is_second`` is whether rows are the second factor."""
         if self.is_second:
             return torch.bmm(weight, rows.permute(1, 2, 0)).permute(2, 0, 1)
         return torch.bmm(rows.transpose(0, 1), weight.mT).transpose(0, 1)

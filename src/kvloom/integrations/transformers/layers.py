@@ -1,4 +1,4 @@
-"""One layer of a ``KVCache``, as transformers 4.57 to 5.24 call it.
+"""Layers of a ``KVCache``, with the interface of transformers 4.57 to 5.24.
 
 Shapes: B sequences, Q new tokens of each, N tokens that are returned, H key/value heads, D head dim.
 """
@@ -35,12 +35,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Args:
         pages: The layer that keeps the tokens; pages are shared with the other layers of its sequences.
-        config: Of the model. At each update its attention implementation decides what ``update`` returns:
-            tensors, or what stands for them until kvloom's attention reads them in place.
-        kwargs: For the next class.
+        config: Configuration of the model. At each update its attention implementation decides what
+            ``update`` returns: tensors, or ``LazyStates`` that kvloom's attention reads in place.
+        kwargs: Arguments of the next class.
 
     Attributes:
-        streams: All that is kept of its tokens: keys and values, and what there is beside them.
+        streams: Storages of its tokens: keys and values, and index keys if there are any.
     """
 
     is_compileable = False
@@ -50,16 +50,16 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.pages = pages
         self.streams: tuple[PagedLayer | FixedLayer, ...] = (pages,)
         super().__init__(**kwargs)
-        # Whether ``update`` returns no more than the window; of fixed storage the mask hides what is more.
+        # Whether ``update`` returns no more than the window; with fixed storage the mask hides the rest.
         self.is_sliding = isinstance(pages, PagedLayer) and pages.window is not None
         self.is_frozen = False
-        self.is_used = True  # by the model, whose configuration may name more layers
-        self.num_assigned = [0, 0]  # how often keys and values were
+        self.is_used = True  # false if the configuration names the layer and the model does not use it
+        self.num_assigned = [0, 0]  # number of assignments to keys and to values
         self._config = config
-        self._dtype: torch.dtype | None = None  # in which attention computes, from the first update on
+        self._dtype: torch.dtype | None = None  # dtype that attention computes in, set at the first update
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Loaded, the keys may be on another device than those that were saved."""
+        """Restore a saved layer, whose keys may have been loaded on another device."""
         self.__dict__.update(state)
         if self.pages.storage is not None:
             self.device = self.pages.storage.view.device
@@ -78,7 +78,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
-        """Store ``[B, H, Q, D]`` and return everything that their attention reads, ``[B, H, N, D]``."""
+        """Store ``[B, H, Q, D]`` and return all keys and values that attention reads, ``[B, H, N, D]``."""
         if self.is_frozen:
             self._expect_thawed()
         if self.is_in_place:
@@ -93,7 +93,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_in_place(self) -> bool:
-        """Whether attention reads the cache itself."""
+        """Whether attention reads the cache in place."""
         found = None
         if not torch.compiler.is_compiling():  # without the hooks of a configuration, which are slow
             found = object.__getattribute__(self._config, "__dict__").get("_attn_implementation_internal")
@@ -105,24 +105,24 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return str(self._config._attn_implementation)
 
     def get_seq_length(self) -> int | Tensor:
-        """Tokens seen, evicted ones included; of fixed storage a new 0-d int64 tensor."""
+        """Number of tokens seen, evicted ones included; with fixed storage a new 0-d int64 tensor."""
         return self.pages.get_seq_length()
 
     def get_max_length(self) -> int:
-        """Tokens that can be seen at once, of fixed storage those that fit; -1 for no bound."""
+        """Number of tokens that can be seen at once, or that fit in fixed storage; -1 for no bound."""
         return self.pages.get_max_length()
 
     def get_max_cache_shape(self) -> int:
-        """``get_max_length`` as transformers up to 5.18 calls it."""
+        """``get_max_length`` under the name of transformers up to 5.18."""
         return self.get_max_length()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int | Tensor]:
-        """Length and first position of what ``update`` will return; up to 5.3 called with positions."""
+        """Length and first position of what ``update`` will return; up to 5.3 the argument is positions."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.pages.get_mask_sizes(new)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
+        """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is how many to keep."""
         self.expect_changeable()
         self.pages.truncate(num_kept(tokens_to_remove, self.pages.num_tokens))
 
@@ -134,12 +134,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.is_initialized, self._dtype = False, None
 
     def activate_past_recording(self) -> None:
-        """Keep what the window evicts until the next crop, which may then remove any number of tokens."""
+        """Keep tokens outside the window until the next crop, so that it can remove any number of tokens."""
         self.record_past = True
 
     @property
     def record_past(self) -> bool:
-        """Whether what the window evicts is kept until the next crop."""
+        """Whether tokens outside the window are kept until the next crop."""
         return isinstance(self.pages, PagedLayer) and self.pages.sequences.is_recording
 
     @record_past.setter
@@ -148,7 +148,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.pages.sequences.is_recording = wanted
 
     def fork(self: _Layer, sequences: Sequences | None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
-        """This layer over ``sequences``, a fork of its own."""
+        """A copy of this layer over ``sequences``, a fork of the layer's own sequences."""
         other = type(self)(self.pages.fork(sequences), self._config)
         other.is_used, other.num_assigned = self.is_used, [*self.num_assigned]
         if self._dtype is not None:
@@ -160,16 +160,16 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self) -> Tensor | None:
         """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access.
 
-        Changing them in place changes the cache, until it is changed in another way; then that raises. Those
-        of a static cache are read-only.
+        Writing to them changes the cache. After another change of the cache, writing to them raises. Keys of
+        a static cache are read-only.
 
-        Assigning replaces all of them, quantized if the cache is. Without a window, and if it is not static,
-        a layer also takes another number of tokens. ``values`` must then be assigned as many; until then
-        every other use of the cache raises.
+        Assigning replaces all keys, quantized if the cache is. A layer without a window that is not static
+        also accepts another number of tokens; ``values`` must then be assigned as many, and until then every
+        other use of the cache raises.
 
         Raises:
-            ShapeError: B, H, D, dtype or device is another, or N is and must not be; nothing was changed.
-            StateError: the cache is frozen, or there is nothing yet to be replaced in fixed storage.
+            ShapeError: B, H, D, dtype or device differs, or N differs where it must not; nothing was changed.
+            StateError: the cache is frozen, or fixed storage has no tokens yet.
         """
         return self._side(0)
 
@@ -187,12 +187,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._assign(1, values)
 
     def expect_changeable(self) -> None:
-        """Raise StateError if the cache is frozen, or keys or values wait for the other to be assigned."""
+        """Raise StateError if the cache is frozen, or only one of keys and values was assigned."""
         self._expect_thawed()
         self.pages.expect_settled()
 
     def gathered(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values that the next token sees, ``[B, H, N, D]``; the caller owns them."""
+        """Keys and values that the next token sees, ``[B, H, N, D]``, owned by the caller."""
         if self._dtype is None or self.pages.storage is None:
             return None
         return replace(self.pages.stored(), rows=None).gather(self._dtype)
@@ -229,14 +229,14 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _Reading:
-    """Keys (0) or values (1) as they were read from a layer in pages, as ``read_only.Reading``."""
+    """Keys (0) or values (1) read from a layer in pages; implements ``read_only.Reading``."""
 
     def __init__(self, layer: KVCacheLayer, side: int, x: Tensor) -> None:
         self._layer, self._side, self._x = weakref.ref(layer), side, x
         self._state = _state_of(layer, side)
 
     def expect_current(self) -> None:
-        """Raise UnsupportedError if the layer no longer holds them, StateError if it cannot be changed."""
+        """Raise UnsupportedError if the layer changed since the read, StateError if it cannot be changed."""
         layer = self._layer()
         if layer is None:
             return
@@ -248,7 +248,7 @@ class _Reading:
             )
 
     def write(self) -> None:
-        """Let the layer hold what they are now."""
+        """Assign the written tensor to the layer."""
         layer = self._layer()
         if layer is not None:
             setattr(layer, SIDES[self._side], self._x)
@@ -256,7 +256,7 @@ class _Reading:
 
 
 def _state_of(layer: KVCacheLayer, side: int) -> tuple[int, TokenIndex | None]:
-    """How often a side was assigned, and where its tokens are: the same object until that changes."""
+    """Number of assignments to a side, and the index of its tokens; equal until the layer changes."""
     pages = layer.pages
     return layer.num_assigned[side], None if pages.storage is None else pages.stored().index
 
@@ -268,19 +268,19 @@ class StaticKVCacheLayer(KVCacheLayer):
     pages: FixedLayer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Take the memory."""
+        """Allocate the storage."""
         value_states = key_states if value_states is None else value_states
         self.pages.allocate_for(key_states, value_states, is_gathered=not self.is_in_place)
         super().lazy_initialization(key_states, value_states)
 
 
-# Before transformers 5.4 such models brought caches of their own.
+# Before transformers 5.4 hybrid models had cache classes of their own.
 TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 THEIR_HYBRID_LAYERS: Final = {
     TheirHybridLayer,
     getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None),
 } - {None}
-"""Tokens beside recurrent states, with a window or without one."""
+"""Classes of transformers' layers that keep tokens and recurrent states, with and without a window."""
 
 _STATES: Final = {
     "number_of_states",
@@ -295,10 +295,10 @@ _STATES: Final = {
 if TheirHybridLayer is not None:
 
     class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
-        """Keys and values in pages, beside the recurrent states of the layer as transformers keeps them."""
+        """Keys and values in pages, and recurrent states as transformers keeps them."""
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            """Called with keys and values, or with states by name."""
+            """Initialize keys and values, given by position, or states, given by name."""
             if args:
                 KVCacheLayer.lazy_initialization(self, *args)
             else:
@@ -311,20 +311,20 @@ if TheirHybridLayer is not None:
 
         @property
         def record_past(self) -> bool:
-            """Of the states: they go back otherwise, so columns of convolutions need not be kept."""
+            """False: ``Rollback`` restores states, so past columns of convolutions need not be kept."""
             return False
 
         @record_past.setter
         def record_past(self, wanted: bool) -> None:
-            if isinstance(self.pages, PagedLayer):  # of the window
+            if isinstance(self.pages, PagedLayer):  # tokens outside the window
                 self.pages.sequences.is_recording = wanted
 
         def select_states(self, rows: Tensor) -> None:
-            """Make the states of row i those of row ``rows[i]``."""
+            """Give row i the states of row ``rows[i]``."""
             cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
 
         def fork(self: _Hybrid, sequences: Sequences | None) -> _Hybrid:  # noqa: PYI019 (as above)
-            """This layer over ``sequences``, with states of its own."""
+            """A copy of this layer over ``sequences``, with copied states."""
             is_recording = sequences is not None and sequences.is_recording
             other = super().fork(sequences)
             other.record_past = is_recording
@@ -333,17 +333,17 @@ if TheirHybridLayer is not None:
             return other
 
 
-else:  # no layer is one
+else:  # no model has such layers
 
     class HybridKVCacheLayer(KVCacheLayer):  # type: ignore[no-redef]
         """Not in this version of transformers."""
 
 
 def num_kept(tokens_to_remove: int, num_tokens: int) -> int:
-    """Of ``num_tokens`` tokens, those that ``crop(tokens_to_remove)`` keeps.
+    """Number of the ``num_tokens`` tokens that ``crop(tokens_to_remove)`` keeps.
 
     Raises:
-        ArgumentError: the number is positive, and this version of transformers takes none.
+        ArgumentError: the number is positive, which this version of transformers does not accept.
     """
     tokens_to_remove = int(tokens_to_remove)  # some versions pass a 0-d tensor
     if tokens_to_remove <= 0:

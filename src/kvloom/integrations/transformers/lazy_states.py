@@ -1,4 +1,4 @@
-"""What a layer's ``update`` returns where attention reads the cache in place.
+"""``LazyStates``: results of a layer's ``update`` if attention reads the cache in place.
 
 Shapes: B sequences, N tokens of keys and values, H key/value heads, D head dim.
 """
@@ -16,14 +16,15 @@ from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 
 
 class LazyStates(LazyTensor):
-    """Keys or values ``[B, H, N, D]`` of a layer, left where they lie.
+    """Keys or values ``[B, H, N, D]`` of a layer, not gathered from the cache.
 
-    Attention gets nothing of a cache but what ``update`` returned, so ``update`` returns these, a pair.
+    Attention receives only what ``update`` returned, so ``update`` returns a pair of these.
 
     Attributes:
         tokens: The tokens of the layer.
-        dtype: That attention computes in, of the keys or values that were stored last.
-        untrained: These, whose gradient was lost when they were stored; ``None`` if they have none.
+        dtype: Dtype that attention computes in, that of the keys or values that were stored last.
+        untrained: The keys or values that were stored last, if they require a gradient, else ``None``.
+            Storing them lost the gradient.
     """
 
     tokens: Tokens
@@ -31,17 +32,17 @@ class LazyStates(LazyTensor):
     untrained: Tensor | None
     _key_states: "LazyStates | None" = None  # the keys that belong to these values
     _gathered: tuple[Tensor, Tensor] | None = None
-    is_written: bool = False  # of keys: what is gathered of them or the values differs from the tokens
+    is_written: bool = False  # set on keys: gathered keys or values were written and differ from the tokens
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are."""
+        """Device of the tokens."""
         return self.tokens.view.device
 
     @classmethod
     def pair(cls, tokens: Tokens, key: Tensor, value: Tensor) -> tuple["LazyStates", "LazyStates"]:
-        """Keys and values, of which ``key`` and ``value`` were stored last."""
-        pair = cls(), cls()  # without calls of ``__init__``, of which each layer would pay for two
+        """Keys and values of ``tokens``, of which ``key`` and ``value`` were stored last."""
+        pair = cls(), cls()  # attributes are set directly, which is faster than ``__init__`` in each layer
         for states, newest in zip(pair, (key, value), strict=True):
             states.tokens, states.dtype = tokens, newest.dtype
             states.untrained = newest if newest.requires_grad else None
@@ -59,14 +60,14 @@ class LazyStates(LazyTensor):
         return torch.Size((len(index.lengths), view.num_heads, index.num_columns, head_dim))
 
     def gather(self) -> Tensor:
-        """The tensor, dequantized; keys and values are gathered together, once."""
+        """Gather the tensor, dequantized; keys and values are gathered together, once."""
         keys = self if self._key_states is None else self._key_states
         if keys._gathered is None:
             keys._gathered = self.tokens.gather(keys.dtype)
         return refuse_gradient(keys._gathered[0 if keys is self else 1], self.untrained)
 
     def __setitem__(self, where: Any, x: Any) -> None:
-        """Write a copy, which attention then reads; the cache keeps what it has."""
+        """Write to a gathered copy, which attention then reads; the cache is unchanged."""
         keys = self if self._key_states is None else self._key_states
         if not keys.is_written:
             keys._gathered = replace(self.tokens, rows=None).gather(keys.dtype)
@@ -75,7 +76,7 @@ class LazyStates(LazyTensor):
 
 
 class _NoGradient(torch.autograd.Function):
-    """Passes a result on; ``backward`` raises, since stored tokens have lost their gradient."""
+    """Identity function whose ``backward`` raises, since stored tokens have lost their gradient."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, *untrained: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def refuse_gradient(computed: Tensor, *untrained: Tensor | None) -> Tensor:
-    """``computed``, of which ``backward`` raises UnsupportedError if it should reach ``untrained``."""
+    """``computed``, with a ``backward`` that raises UnsupportedError if ``untrained`` requires a gradient."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler would trace the backward
         return computed
     refuse: Callable[..., Tensor] = _NoGradient.apply

@@ -1,4 +1,4 @@
-"""Objects that stand for a tensor until something computes with it."""
+"""``LazyTensor``: an object that becomes a tensor when torch computes with it."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from torch.utils import _pytree as pytree
 
 
 class LazyTensor:
-    """Stands for a tensor, and is replaced by it wherever torch computes with it.
+    """Placeholder of a tensor, replaced by the tensor wherever torch computes with it.
 
-    No ``ABC``: each layer asks of plain tensors whether they are one, which takes longer there.
+    It is no ``ABC``, since ``isinstance(x, LazyTensor)`` in each layer would take longer.
     """
 
     def gather(self) -> Tensor:

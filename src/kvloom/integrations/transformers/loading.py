@@ -1,4 +1,4 @@
-"""Local models and their text."""
+"""Loading local models, and streaming their text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,16 +29,16 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Load ``(model, tokenizer)`` of a causal language model, one that sees or not, from a local folder.
 
-    Never downloads, never unpickles, never runs code of the folder, and never asks whether to.
+    Never downloads, never unpickles, never runs code of the folder, and never asks whether to do so.
 
     Args:
         path: The folder.
-        dtype: Of the weights and of the computation; that of the file if ``None``.
+        dtype: Dtype of the weights and of the computation; that of the file if ``None``.
         progress: Show a bar while weights are loaded.
 
     Raises:
-        ArgumentError: ``path`` is no such folder, a file of it is damaged or missing, or its weights are
-            not those of its configuration.
+        ArgumentError: ``path`` is no such folder, a file of it is damaged or missing, or its weights do not
+            match its configuration.
     """
     check_model_folder(Path(path))
     only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -67,20 +67,20 @@ def load_model(
 
 
 def is_seeing(config: Any) -> bool:
-    """Whether a configuration is of models that continue texts with pictures."""
+    """Whether a configuration is of models that read texts with pictures."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def summary_of(error: BaseException) -> str:
     """The error's class and the beginning of what it says, on one line."""
-    # What older versions say of each tensor, and newer ones only log.
+    # Older versions of transformers have a long message with each tensor; newer ones log it.
     if any(words in str(error) for words in ("size mismatch", "ignore_mismatched_sizes")):
         return "its weights have other shapes than its config.json says"
     return shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 
 class Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands decoded text to ``write`` as tokens come, whole characters only."""
+    """Streamer that passes decoded text to ``write`` as tokens come, in whole characters."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

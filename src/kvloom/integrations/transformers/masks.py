@@ -1,4 +1,4 @@
-"""Masks for ``attn_implementation="kvloom"``: a few numbers if lengths and a window suffice, else the mask.
+"""Masks for ``attn_implementation="kvloom"``: a ``CompactMask`` where possible, else a tensor.
 
 Shapes: B sequences, Q queries of each, N columns of keys.
 """
@@ -14,13 +14,13 @@ from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 
 
 class CompactMask(LazyTensor):
-    """Stands for a causal mask ``[B, 1, Q, N]`` that a few numbers describe.
+    """A causal mask ``[B, 1, Q, N]`` described by a few numbers.
 
     Args:
         shape: ``(B, 1, Q, N)``.
-        device: Of the mask that it stands for.
-        first: ``[B]`` int64, the first visible column of each sequence; all if ``None``.
-        taken: How many columns hold tokens, of which the queries are the last; all if ``None``.
+        device: Device of the mask.
+        first: ``[B]`` int64, the first visible column of each sequence; 0 if ``None``.
+        taken: Number of columns that hold tokens, the last of which are the queries; all if ``None``.
         window: Columns that a query sees, its own included; ``None`` for all before it.
     """
 
@@ -48,29 +48,29 @@ class CompactMask(LazyTensor):
 
     @property
     def is_causal_only(self) -> bool:
-        """Whether it hides what comes behind a query and nothing else, in any number of columns."""
+        """Whether it hides the columns after each query and nothing else, for any number of columns."""
         return self.first is None and self.taken is None and self.window is None
 
     @property
     def lengths(self) -> Tensor:
-        """``[B]`` int64, columns that hold tokens."""
+        """``[B]`` int64, number of columns that hold tokens."""
         rows, _, _, num_columns = self.sizes
         if isinstance(self.taken, Tensor):
             return self.taken.to(self.device).expand(rows)
         return torch.full((rows,), num_columns if self.taken is None else self.taken, device=self.device)
 
     def gather(self) -> Tensor:
-        """The mask, bool; true is visible."""
+        """The bool mask; true is visible."""
         _, _, num_new, num_columns = self.sizes
         return visible(self.lengths, num_new, num_columns, first=self.first, window=self.window)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> "CompactMask":
-        """The same on another device."""
+        """The same mask on another device."""
         first = None if self.first is None else self.first.to(device)
         return CompactMask(self.sizes, torch.device(device), first, self.taken, self.window)
 
     def contiguous(self) -> "CompactMask":
-        """The same; ``generate`` calls it when it makes masks before a compiled step."""
+        """The mask itself; ``generate`` calls this when it makes masks before a compiled step."""
         return self
 
     def __repr__(self) -> str:
@@ -84,14 +84,14 @@ def attention_mask(
     attention_mask: Tensor | CompactMask | None = None,
     **kwargs: Any,
 ) -> Tensor | CompactMask | None:
-    """Which columns queries see; arguments as transformers 4.57 to 5.24 give them.
+    """Make the mask of a forward; arguments are those of transformers 4.57 to 5.24.
 
-    A compact mask for ``attention_mask``, made before, is returned as it is.
+    A compact mask given as ``attention_mask`` is returned unchanged.
 
     Returns:
         ``None`` where ``sdpa`` takes ``None``: a single query sees every column, and for a whole text the
-        module says whether it is causal. A compact mask if a query sees the columns up to its own, without
-        left padding, free columns and what is outside a sliding window. Else a bool mask ``[B, 1, Q, N]``.
+        module says whether it is causal. A compact mask if a query sees the columns up to its own, except
+        left padding, free columns and columns outside a sliding window. Else a bool mask ``[B, 1, Q, N]``.
     """
     if isinstance(attention_mask, CompactMask):
         return attention_mask
@@ -137,10 +137,10 @@ def visible(
     """``[B, 1, Q, N]`` bool: the columns that each of the last ``num_new`` tokens sees.
 
     Args:
-        lengths: ``[B]``, columns that hold tokens.
+        lengths: ``[B]``, number of columns that hold tokens.
         num_new: Q.
         num_columns: N.
-        first: ``[B]``, the first visible column; all if ``None``.
+        first: ``[B]``, the first visible column; 0 if ``None``.
         causal: Whether a token sees no later one.
         window: Tokens that a token sees, itself included; ``None`` for all before it.
     """
@@ -156,7 +156,7 @@ def visible(
 
 
 def _slides(window: int | None, kwargs: dict[str, Any]) -> bool:
-    """Whether a mask of a local size is a sliding window and nothing else; chunks have a local size too."""
+    """Whether a mask with a local size is a plain sliding window; chunks also have a local size."""
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
     return window is not None and window != chunk and bool(kwargs.get("allow_is_causal_skip", True))
 
@@ -164,7 +164,7 @@ def _slides(window: int | None, kwargs: dict[str, Any]) -> bool:
 def _left_padding(
     padding: Tensor | None, kv_length: int, kwargs: dict[str, Any]
 ) -> tuple[bool, Tensor | None]:
-    """Whether ``[B, tokens]`` pads on the left only, and ``[B]`` the first column of a sequence's own."""
+    """Whether a mask ``[B, tokens]`` pads on the left only, and ``[B]`` the first column of each sequence."""
     if padding is None:
         return True, None
     if torch.compiler.is_compiling():
@@ -177,7 +177,7 @@ def _left_padding(
 
 
 def _leading_gap(seen: Tensor) -> tuple[bool, Tensor | None]:
-    """Whether the true columns of ``[B, N]`` are the last ones, and ``[B]`` the first; ``None`` for all 0."""
+    """Whether the true columns of ``[B, N]`` are the last ones, and ``[B]`` the first, ``None`` if all 0."""
     first = seen.shape[1] - seen.sum(1)
     fits = bool((seen == (torch.arange(seen.shape[1], device=seen.device) >= first[:, None])).all())
     return fits, first if fits and bool(first.any()) else None
@@ -190,7 +190,7 @@ def _num_new(kwargs: dict[str, Any]) -> int:
 
 
 def _num_tokens(kwargs: dict[str, Any]) -> int | Tensor:
-    """Tokens of a sequence, the new ones included; a tensor where the cache counts in one."""
+    """Number of tokens of a sequence, new ones included; a tensor if the cache counts in one."""
     if "cache_position" in kwargs:
         end: Tensor = kwargs["cache_position"][-1] + 1
         return end if torch.compiler.is_compiling() else int(end)
@@ -199,6 +199,6 @@ def _num_tokens(kwargs: dict[str, Any]) -> int | Tensor:
 
 
 def _num_taken(kv_length: int, kwargs: dict[str, Any]) -> int | Tensor | None:
-    """How many of the columns hold tokens; ``None`` for all."""
+    """Number of columns that hold tokens; ``None`` for all."""
     taken = _num_tokens(kwargs) - int(kwargs.get("kv_offset", 0))
     return taken if isinstance(taken, Tensor) or taken < kv_length else None

@@ -17,36 +17,36 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.watch import ModelWatch
 
 _METHODS: Final = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
-"""Of a cache: whoever calls them is a mixer."""
+"""Methods of a cache; a module that calls one of them is a mixer."""
 _STATES: Final = {"conv_states", "recurrent_states"}
-"""Attributes of a layer: whoever reads them himself is none, as no cache would see it."""
+"""Attributes of a layer; a module that reads them directly is no mixer, since the cache cannot notice it."""
 _TOKENS: Final = {"position_ids": -1, "cache_position": 0}
-"""Axis of the tokens of arguments where it is not the second."""
+"""Axis of the tokens, of arguments for which it is not 1."""
 _HIDDEN: Final = "hidden_states"
 
 
 class CacheOfMixers(ABC):
-    """A cache of this library that transformers' classes do not know, and whose mixers' calls are seen."""
+    """Base of caches that are no subclass of transformers' ``Cache`` and record the calls of mixers."""
 
     @property
     @abstractmethod
     def recording(self) -> Any:
-        """What is told of each call, by ``before`` and ``after``; ``None`` for nothing."""
+        """Object whose ``before`` and ``after`` are called around each mixer; ``None`` for none."""
 
 
 class _Cache:
-    """Stands for the cache among kept arguments."""
+    """Placeholder of the cache in kept arguments."""
 
 
 class Inputs(NamedTuple):
-    """Arguments of a call of a mixer, with copies of their tensors.
+    """Arguments of a call of a mixer.
 
     Attributes:
-        name: Of the class of the mixer.
-        args: As they were given, with ``_Cache`` in the place of the cache.
-        kwargs: The same.
+        name: Name of the mixer's class.
+        args: Positional arguments, with ``_Cache`` in the place of the cache.
+        kwargs: Keyword arguments, likewise.
         num_tokens: T.
-        device: The type of the device.
+        device: Type of the device.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Inputs":
-        """Those of a call, not copied yet.
+        """Arguments of a call, whose tensors are not copied yet.
 
         Raises:
-            UnsupportedError: there are no hidden states among them.
+            UnsupportedError: they have no hidden states.
         """
         hidden = kwargs.get(_HIDDEN, args[0] if args else None)
         if not isinstance(hidden, Tensor) or hidden.ndim != 3:
@@ -69,11 +69,11 @@ class Inputs(NamedTuple):
         return inputs._mapped(lambda _, x: _Cache() if isinstance(x, (Cache, CacheOfMixers)) else x)
 
     def copied(self) -> "Inputs":
-        """Copies that no forward changes."""
+        """Arguments with copied tensors, which no forward changes."""
         return self._mapped(lambda _, x: x.detach().clone() if isinstance(x, Tensor) else x)
 
     def cut(self, start: int, end: int) -> "Inputs":
-        """Those of the tokens ``start`` to ``end`` alone.
+        """Arguments of the tokens ``start`` to ``end`` alone.
 
         Raises:
             UnsupportedError: an argument cannot be cut.
@@ -81,14 +81,14 @@ class Inputs(NamedTuple):
         return self._mapped(lambda name, x: self._cut(name, x, start, end))._replace(num_tokens=end - start)
 
     def pieces(self, num_first: int) -> "tuple[Inputs, Inputs] | None":
-        """Those of the first tokens and of the rest; ``None`` if an argument cannot be cut."""
+        """Arguments of the first tokens and of the rest; ``None`` if an argument cannot be cut."""
         try:
             return self.cut(0, num_first), self.cut(num_first, self.num_tokens)
         except UnsupportedError:
             return None
 
     def rows(self, index: Tensor) -> "Inputs":
-        """Those of some tokens of one row, as if they were of several.
+        """Arguments of some tokens of one row, arranged as several rows.
 
         Args:
             index: ``[B, N]``, the N tokens of each of B rows.
@@ -100,11 +100,11 @@ class Inputs(NamedTuple):
         return picked._replace(num_tokens=index.shape[1])
 
     def without(self, names: Collection[str]) -> "Inputs":
-        """Those of other names."""
+        """Arguments without the keyword arguments ``names``."""
         return self._replace(kwargs={name: x for name, x in self.kwargs.items() if name not in names})
 
     def given(self, cache: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with a cache among them."""
+        """Positional and keyword arguments, with ``cache`` in the place of the cache."""
         inputs = self._mapped(lambda _, x: cache if isinstance(x, _Cache) else x)
         return inputs.args, inputs.kwargs
 
@@ -154,7 +154,7 @@ def _mapped(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
 
 
 def joined(name: str, first: Any, rest: Any) -> Any:
-    """The output of a mixer that was called with the first tokens and then with the rest."""
+    """The output of a mixer, joined from its calls with the first tokens and with the rest."""
     if isinstance(first, Tensor):
         return torch.cat([first, rest], 1)
     if first is None and rest is None:
@@ -165,7 +165,7 @@ def joined(name: str, first: Any, rest: Any) -> Any:
 
 
 def watch_mixers(model: nn.Module) -> None:
-    """Let caches see each call of a mixer of a model, once for all caches."""
+    """Register hooks by which caches see each call of a model's mixers; once for all caches."""
     for module in model.modules():
         kind: Any = type(module)
         if is_mixer(kind) and _hook_of(module) is None:
@@ -174,7 +174,7 @@ def watch_mixers(model: nn.Module) -> None:
 
 
 def state_of(module: nn.Module, quick: bool = True) -> str:
-    """The name that ``ModelWatch`` gives to the weights, adapters, hooks and attributes of a mixer."""
+    """The state name of a mixer by ``ModelWatch``: its weights, adapters, hooks and attributes."""
     hook = _hook_of(module)
     if hook is None:
         return ""
@@ -188,7 +188,7 @@ def _hook_of(module: nn.Module) -> "_BeforeMixer | None":
 
 @cached
 def is_mixer(kind: Any) -> bool:
-    """Whether modules of a class keep recurrent states in a cache, by methods of the cache alone."""
+    """Whether modules of a class keep recurrent states in a cache, and only through methods of the cache."""
     names = set(_names_in(kind))
     return bool(names & _METHODS) and not names & _STATES
 
@@ -208,13 +208,13 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _BeforeMixer:
-    """Lets a cache note what a mixer is given."""
+    """Forward pre-hook by which a cache records a mixer's arguments."""
 
     def __init__(self) -> None:
         self.watch: ModelWatch | None = None
 
     def __reduce__(self) -> Any:
-        """A copy of the mixer has a state of its own."""
+        """Reduce to a new hook, so that a copy of the mixer has its own watch."""
         return type(self), ()
 
     def __call__(
@@ -228,7 +228,7 @@ class _BeforeMixer:
 
 
 class _AfterMixer:
-    """Lets it note that the call ended, also by an error."""
+    """Forward hook by which a cache records that the call ended, also by an error."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         rollback = _rollback_of(args, kwargs)
@@ -236,7 +236,7 @@ class _AfterMixer:
 
 
 def _rollback_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What records the calls for the cache among arguments; ``None`` if nothing does."""
+    """``recording`` of the cache among arguments; ``None`` without one, and while compiling."""
     if torch.compiler.is_compiling():
         return None
     return getattr(cache_in(args, kwargs), "recording", None)

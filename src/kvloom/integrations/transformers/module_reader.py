@@ -1,6 +1,7 @@
-"""What decides the results of a module, read into lines of text.
+"""Description of everything that decides the results of a module, as lines of text.
 
-Classes, attributes, configurations, hooks; code, closures and globals of functions that are no library code.
+It has classes, attributes, configurations, hooks, and of functions that are no library code their code,
+closures and globals.
 """
 
 import hashlib
@@ -25,18 +26,18 @@ _BASE: Final = frozenset(vars(nn.Module()))
 _CHILDREN: Final = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 _UNWATCHED: Final = frozenset(
     {
-        "_experts_implementation_internal",  # rounds otherwise, and computes the same
+        "_experts_implementation_internal",  # changes rounding alone
         "_commit_hash",
         "_output_attentions",
         "_output_capturing_hooks_installed",
         "generation_config",
         "gradient_checkpointing",
         "loss_type",
-        "max_seq_len_cached",  # of RoPE that depends on the length, which has namespaces of its own
+        "max_seq_len_cached",  # set by dynamic RoPE, whose frequencies are a part of the scope
         "name_or_path",
-        "prepare_inputs_for_generation",  # which a PeftModel sets while it generates
+        "prepare_inputs_for_generation",  # set by a PeftModel while it generates
         "_name_or_path",
-        "rope_deltas",  # of the last text with pictures; positions are looked at in each forward
+        "rope_deltas",  # set by the last text with pictures; each forward checks positions
         "transformers_version",
         "use_cache",
         "warnings_issued",
@@ -44,41 +45,41 @@ _UNWATCHED: Final = frozenset(
     }
 )
 _INERT: Final = ("kvloom.", "transformers.generation.")
-"""Packages of classes whose objects do not decide what a model computes that has them."""
+"""Packages of classes whose objects do not change what a model computes."""
 _CHANGING: Final = "kvloom.measuring."
-"""A package of theirs whose hooks do."""
+"""Exception within these packages: its hooks change what a model computes."""
 _PUBLISHED: Final = ("transformers.", "torch.")
-"""Modules whose functions are known by their names."""
+"""Packages whose functions are identified by their names."""
 _EXACT_ATTENTION: Final = re.compile(r"(paged\|)?(eager|sdpa|flash_|flex_|flashinfer|kvloom)")
 _ATTENTION: Final = "_attn_implementation_internal"
 _LONG: Final = 200
-"""Characters beyond which a text is a digest."""
+"""Length in characters beyond which a text is replaced by a digest."""
 _DEPTH: Final = 8
 _MOST: Final = 4096
-"""Items of a container that is read."""
+"""Maximum number of items of a container that is read."""
 
 
 def behavior_digest(model: nn.Module) -> str:
-    """A digest of what a model does with its weights: classes, attributes, hooks, functions of its modules.
+    """A digest of classes, attributes, hooks and functions of a model's modules, without tensors.
 
-    It is the same in every process. Tensors are left out.
+    It is the same in every process.
     """
     lines = sorted(ModuleReader(has_tensors=False).read_model(model))
     return hashlib.sha256(repr(lines).encode()).hexdigest()
 
 
 class ModuleReader:
-    """Reads what decides the results of a module into lines of text, and collects what is to be watched.
+    """Reader that describes a module in lines of text, and collects the objects to be watched.
 
     Attributes:
-        containers: Whose lengths are watched.
-        getters: Functions that give watched values, the same number each time.
+        containers: Containers whose lengths are watched.
+        getters: Functions that return watched values, the same number each time.
         tensors: Weights, buffers and tensors in attributes.
 
     Args:
-        has_tensors: Whether tensors, configurations and training mode are read, too.
-        opaque: Numbers of objects that show nothing of themselves, by their ids, to be added to; ``None`` for
-            a description that other processes must have, too.
+        has_tensors: Whether to read tensors, configurations and training mode, too.
+        opaque: Numbers of objects without readable attributes, by their ids; the reader adds to it. ``None``
+            for a description that is the same in other processes.
     """
 
     def __init__(self, has_tensors: bool = True, opaque: dict[int, tuple[int, object]] | None = None) -> None:
@@ -87,8 +88,8 @@ class ModuleReader:
         self.tensors: list[Tensor] = []
         self._has_tensors = has_tensors
         self._opaque = opaque
-        self._texts: dict[int, str] = {}  # of objects that are read, by their ids
-        self._kept: list[Any] = []  # so that no other object gets those ids
+        self._texts: dict[int, str] = {}  # texts of objects that were read, by their ids
+        self._kept: list[Any] = []  # keeps these objects alive, so that their ids stay unique
 
     def read_model(self, model: nn.Module) -> Iterator[tuple[str, str]]:
         """Paths and texts of all modules."""
@@ -100,7 +101,7 @@ class ModuleReader:
     def _module(self, path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
         known = vars(module)
         yield path, self._kind(type(module))
-        if isinstance(module, PackedOnly) and self._opaque is not None:  # whose weight is no parameter
+        if isinstance(module, PackedOnly) and self._opaque is not None:  # its weight is no parameter
             yield f"{path}.packed", self._number(module.packed)
         own = [name for name in known if name not in _BASE and not self._is_ignored(module, name)]
         self.containers.append(known)
@@ -108,7 +109,7 @@ class ModuleReader:
         if self._has_tensors:
             yield f"{path}.training", str(module.training)
         for name in own:
-            # Its own, put into the instance, as transformers before 5 leaves it there.
+            # transformers before 5 leaves the class's own ``forward`` in the instance.
             if getattr(known[name], "__func__", None) is not type(module).forward:
                 yield from self._named(f"{path}.{name}", name, known[name])
         for name in _CHILDREN:
@@ -121,7 +122,7 @@ class ModuleReader:
                 if "hooks" not in name:
                     yield from self._named(f"{path}.{key}", key, child)
                 elif not (_is_inert(child) or _module_of(child).startswith("transformers.")):
-                    # Its number differs from process to process.
+                    # Named by its index, since the key of a hook differs between processes.
                     yield f"{path}.{name}.{keys.index(key)}", self._text(child, 0)
 
     def _is_ignored(self, module: nn.Module, name: Any) -> bool:
@@ -156,7 +157,7 @@ class ModuleReader:
             self.getters.append(partial(itemgetter(*names), known))
 
     def _text(self, value: Any, depth: int) -> str:
-        """What a value is, the same in every process; empty if it decides nothing."""
+        """Description of a value, the same in every process; empty if it changes no results."""
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             return repr(value)
         if isinstance(value, (torch.dtype, torch.device, torch.Size, Enum, range, slice)):
@@ -178,7 +179,7 @@ class ModuleReader:
         return text
 
     def _parts(self, value: Any, depth: int) -> str:
-        """What an object consists of."""
+        """Description of the parts of an object."""
         if isinstance(value, nn.Module):  # one that is no child of the model
             return "; ".join(f"{path} {text}" for path, text in self._module("module", value))
         if isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -192,7 +193,7 @@ class ModuleReader:
         return self._object(value, depth)
 
     def _kind(self, kind: type[nn.Module]) -> str:
-        """A class of modules, and what it computes unless that is a library's."""
+        """Description of a class of modules, with its ``forward``."""
         if id(kind) not in self._texts:
             self._kept.append(kind)
             if issubclass(kind, Invariant):
@@ -222,7 +223,7 @@ class ModuleReader:
         return f"[{', '.join(sorted(texts) if isinstance(value, (set, frozenset)) else texts)}]"
 
     def _function(self, value: types.FunctionType, depth: int) -> str:
-        """By its name if it is a library's, else by its code and all that the code refers to."""
+        """Description of a function: its name, and unless a library has it, its code and all it refers to."""
         name = f"{_module_of(value)}{value.__qualname__}"
         cells = value.__closure__ or ()
         self.getters.append(lambda: (value.__code__, value.__defaults__, *map(_content, cells)))
@@ -248,7 +249,7 @@ class ModuleReader:
         return f"<{kind.__module__}.{kind.__qualname__} {', '.join(texts)}>"
 
     def _number(self, value: object) -> str:
-        """What tells an object that shows nothing from others in this process."""
+        """Text that tells an object without readable attributes from others in this process."""
         if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy
             return f" {value.dtype} {digest_of(value.tobytes().hex())}"
         if self._opaque is None:
@@ -256,7 +257,7 @@ class ModuleReader:
         return f" {self._opaque.setdefault(id(value), (len(self._opaque), value))[0]}"
 
     def _attention(self, name: object) -> str:
-        """An implementation of attention: all of transformers and of this library compute the same."""
+        """Name of an attention implementation; empty for those of transformers and kvloom, which agree."""
         return "" if not isinstance(name, str) or _EXACT_ATTENTION.match(name) else name
 
 
@@ -275,7 +276,7 @@ def _module_of(value: Any) -> str:
         value = value.__func__
     if isinstance(value, partial):
         value = value.func
-    if isinstance(value, types.FunctionType):  # whose own word functools.wraps changes
+    if isinstance(value, types.FunctionType):  # ``functools.wraps`` changes ``__module__``
         return f"{value.__globals__.get('__name__')}."
     return f"{type(value).__module__}."
 

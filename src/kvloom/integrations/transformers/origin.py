@@ -1,4 +1,4 @@
-"""What the tokens of a pool's cache were computed from, which decides who may find their pages."""
+"""Origin of the tokens in a pool's cache: the inputs beside tokens that decide who may find their pages."""
 
 import copy
 import inspect
@@ -32,15 +32,15 @@ _ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
 
 
 def scope_of(salt: str, content: str = "", frequencies: str = "", state: str = "") -> str:
-    """A salt of page trees and stores under which tokens alone decide keys and values.
+    """A scope: a key of page trees and stores under which tokens alone decide keys and values.
 
-    It is the caller's salt where there is nothing else, and never another caller's.
+    It is the salt itself if the other arguments are empty. Different arguments have different scopes.
 
     Args:
-        salt: Whose pages.
-        content: Digest of what stands behind placeholder tokens.
-        frequencies: Of ``DynamicRope``.
-        state: Of ``ModelWatch``.
+        salt: The caller's salt.
+        content: Digest of the content of placeholder tokens.
+        frequencies: Name that ``DynamicRope`` gives to the frequencies.
+        state: Name that ``ModelWatch`` gives to the state.
     """
     parts = (("c", content), ("f", frequencies), ("s", state))
     said = "".join(f"\0{name}{len(text)}:{text}" for name, text in parts if text)
@@ -48,7 +48,7 @@ def scope_of(salt: str, content: str = "", frequencies: str = "", state: str = "
 
 
 def scope_in(scope: str, state: str) -> str | None:
-    """A scope of a state without that state; ``None`` if it is of another."""
+    """``scope`` without ``state``; ``None`` if it is a scope of another state."""
     end = f"\0s{len(state)}:{state}" if state else ""
     rest = scope.removesuffix(end)
     is_of_state = scope.endswith(end) and not _OF_A_STATE.search(rest.replace("\0\0", ""))
@@ -56,20 +56,20 @@ def scope_in(scope: str, state: str) -> str | None:
 
 
 class Origin:
-    """What decides the keys and values of one cache beside its tokens.
+    """Everything beside tokens that decides the keys and values of one cache.
 
     Attributes:
-        salt: Under which it began.
-        contents: Of each row, digests of what stands behind placeholder tokens; empty for tokens alone.
-        state: Of the model, when the tokens were found or computed.
-        frequencies: Of all its tokens.
-        num_found: Columns of the tokens that were found, padding in front of them included.
-        num_shared: Pages of each row that it has in common with a text that was known.
-        refusal: Why nobody may find its pages; empty if they may.
+        salt: Salt with which the cache began.
+        contents: Digest of the content of placeholder tokens in each row; empty for tokens alone.
+        state: State of the model when the tokens were found or computed.
+        frequencies: Name of the RoPE frequencies of all its tokens.
+        num_found: Columns of the found tokens, padding in front of them included.
+        num_shared: Number of pages of each row that are shared with a known text.
+        refusal: Why nobody may find its pages; empty if they may be found.
 
     Args:
-        watch: Of the model.
-        rope: Of the model.
+        watch: Watch of the model.
+        rope: Dynamic RoPE of the model, if it has one.
         has_placeholders: Whether the model reads pictures, audio and the like.
         salt: As above.
         contents: As above.
@@ -91,22 +91,22 @@ class Origin:
         self.num_found = 0
         self.num_shared = [0] * len(contents)
         self.refusal = ""
-        self.depth = 0  # of the modules whose forward runs
+        self.depth = 0  # number of nested forwards that run
 
     def scopes(self) -> list[str]:
-        """Of each row, where its pages are found in a pool."""
+        """Scope of each row's pages in a pool."""
         return [scope_of(self.salt, x, self.frequencies, self.state) for x in self.contents]
 
     def stored_scopes(self) -> list[str]:
-        """Of each row, where its pages are found in a store: the fingerprint there has the state."""
+        """Scope of each row's pages in a store, without the state, which is in the fingerprint."""
         return [scope_of(self.salt, x, self.frequencies) for x in self.contents]
 
     def refuses(self) -> str:
-        """Why nobody may find the pages now; empty if they may."""
+        """Why nobody may find the pages now; empty if they may be found."""
         return self.refusal or (_CHANGED if self._watch.state() != self.state else "")
 
     def of_rows(self, rows: Sequence[int]) -> "Origin":
-        """That of a cache of other rows."""
+        """The origin of a cache of the selected rows."""
         other = copy.copy(self)
         other.contents = [self.contents[row] for row in rows]
         other.num_shared = [self.num_shared[row] for row in rows]
@@ -115,17 +115,17 @@ class Origin:
     def before_forward(
         self, module: nn.Module, inputs: Mapping[str, Any], past: int, begins: Sequence[int]
     ) -> None:
-        """Check what a forward computes.
+        """Check the inputs of a forward and the state of the model.
 
         Args:
             module: The model, or a part of it that takes the cache.
             inputs: Arguments of its ``forward`` by their names.
             past: Columns in the cache.
-            begins: Of each row, the column of its first token.
+            begins: Column of the first token of each row.
 
         Raises:
-            ArgumentError: an input changes keys and values, and no content was given; or the mask is not that
-                of the padding.
+            ArgumentError: an input changes keys and values, and no content was given; or the mask does not
+                match the padding.
             StateError: the model changed after tokens were found.
         """
         is_outermost, end = self.depth == 0, past + _num_tokens(inputs)
@@ -180,31 +180,31 @@ class Origin:
 
 
 class PoolCache(KVCache):
-    """A ``KVCache`` that a ``KVPool`` began, which knows what its tokens are computed from."""
+    """A ``KVCache`` that a ``KVPool`` began, with the origin of its tokens."""
 
     origin: Origin | None = None
-    grid: Grid | None = None  # of a model with recurrent states
+    grid: Grid | None = None  # set for models with recurrent states
 
     def is_of(self, pages: Sequence[Pages]) -> bool:
-        """Whether a pool whose first pages are these began it, which layers may have left since."""
+        """Whether the pool with these pages began the cache; also true if layers were assigned since."""
         own = [x.pages for x in with_residuals(self.sequences)]
         return self.is_assigned or own == [*pages[: len(own)]]
 
     @property
     def begins(self) -> list[int]:
-        """Of each row, the column of its first token; empty before there are rows."""
+        """Column of the first token of each row; empty before there are rows."""
         return self.sequences[0].begins
 
     def begin_behind(
         self, tables: Sequence[Sequence[PageTable]], begins: Sequence[int], end: int, states: Tensor
     ) -> None:
-        """Let layers have tokens whose pages were found; nothing to do without any, and without padding.
+        """Give layers the tokens of found pages; does nothing without tokens and padding.
 
         Args:
-            tables: Of each row, its pages in each group of layers.
-            begins: Of each row, the column of its first token.
-            end: Columns up to which rows have their tokens.
-            states: No keys, in the dtype of keys.
+            tables: Page tables of each row, one for each group of layers.
+            begins: Column of the first token of each row.
+            end: Number of columns up to the end of the found tokens.
+            states: Empty tensor with the dtype and device of keys.
         """
         if end == 0 and not any(begins):
             return
@@ -217,7 +217,7 @@ class PoolCache(KVCache):
             layer.lazy_initialization(states)
 
     def refuses(self) -> str:
-        """Why its pages cannot be shared; ``""`` if they can."""
+        """Why its pages cannot be shared; empty if they can."""
         if self.is_assigned:
             return _ASSIGNED
         if any(not all(x.is_exact) for x in with_residuals(self.sequences)):
@@ -226,26 +226,26 @@ class PoolCache(KVCache):
 
     @property
     def is_assigned(self) -> bool:
-        """Whether a layer has other keys or values than the model computed, which nobody else will find."""
+        """Whether keys or values of a layer were assigned; such pages are not shared."""
         return any(any(layer.num_assigned) for layer in self._own_layers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: without the model, and so no longer of the pool."""
+        """State for saving, without the origin: a loaded cache no longer belongs to the pool."""
         return {name: value for name, value in vars(self).items() if name != "origin"}
 
     def fork(self) -> "PoolCache":
-        """As of ``KVCache``."""
+        """Fork as ``KVCache`` does, with the origin and the grid."""
         fork = super().fork()
         fork.origin, fork.grid = copy.copy(self.origin), copy.copy(self.grid)
         return fork
 
     def reset(self) -> None:
-        """As of ``KVCache``; what is computed then is computed from tokens alone."""
+        """Forget all tokens; the cache then no longer belongs to the pool."""
         super().reset()
         self.origin = self.grid = None
 
     def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
-        """As of ``KVCache``."""
+        """Crop as ``KVCache`` does, and forget pieces of the grid after the end."""
         super().crop(tokens_to_remove)
         if self.grid is not None:
             self.grid.versions = None
@@ -263,7 +263,7 @@ class PoolCache(KVCache):
 
 
 def watch_inputs(model: nn.Module) -> None:
-    """Let the caches of pools see the inputs of each forward of a model, once for all pools."""
+    """Register hooks by which caches of pools see the inputs of each forward; once for all pools."""
     for module in model.modules():
         takes_cache = module is model or isinstance(module, PreTrainedModel)
         if takes_cache and not any(isinstance(x, _BeforeForward) for x in module._forward_pre_hooks.values()):
@@ -272,7 +272,7 @@ def watch_inputs(model: nn.Module) -> None:
 
 
 class _BeforeForward:
-    """Lets the cache of a pool check the inputs, and feeds all pieces of them but the last."""
+    """Forward pre-hook that checks the inputs of a pool's cache, and feeds all pieces except the last."""
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -295,7 +295,7 @@ class _BeforeForward:
 
 
 class _AfterForward:
-    """Notes that a forward ended, also by an error, and joins what its pieces returned."""
+    """Forward hook that notes the end of a forward, also by an error, and joins the outputs of its pieces."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         inputs, cache = _inputs_of(module, args, kwargs)
@@ -319,7 +319,7 @@ class _AfterForward:
 def _feed_pieces(
     module: nn.Module, inputs: Mapping[str, Any], origin: Origin, grid: Grid, past: int
 ) -> dict[str, Any] | None:
-    """Feed all pieces of a forward but the last, and return its arguments; ``None`` if it is one piece."""
+    """Feed all pieces of a forward except the last, whose arguments it returns; ``None`` without cuts."""
     num_tokens = _num_tokens(inputs)
     cuts = [end - past for end in grid.cuts(past, past + num_tokens)]
     if not cuts:
@@ -340,7 +340,7 @@ def _feed_pieces(
 def _inputs_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Mapping[str, Any], PoolCache | None]:
-    """Arguments of a forward by their names, and the cache among them if it is one of a pool."""
+    """Arguments of a forward by their names, and the cache among them if a pool began it."""
     if torch.compiler.is_compiling():
         return kwargs, None
     kind: Any = type(module)

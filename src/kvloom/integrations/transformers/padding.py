@@ -1,4 +1,4 @@
-"""Left padding of a batch in a pool: rows of different lengths, which begin where their tokens do.
+"""Left padding of a batch in a pool, whose rows have different lengths.
 
 Shapes: B rows, T columns.
 """
@@ -16,17 +16,16 @@ _DTYPES: Final = (torch.int64, torch.int32, torch.bool)
 
 
 def padding_of(mask: Tensor | None, num_rows: int, num_columns: int) -> list[int]:
-    """Columns of padding in front of each row.
+    """Number of padding columns in front of each row.
 
     Args:
-        mask: ``[B, T]`` as a tokenizer makes it, 0 in front of a row and 1 where its tokens are; ``None`` for
-            no padding.
+        mask: ``[B, T]`` as a tokenizer makes it, 0 for padding and 1 for tokens; ``None`` for no padding.
         num_rows: B.
         num_columns: T.
 
     Raises:
         ArgumentError: a row has padding elsewhere, or no token.
-        ShapeError: it has other sizes, or is of no integers.
+        ShapeError: the mask has other sizes, or another dtype than int64, int32 and bool.
     """
     if mask is None:
         return [0] * num_rows
@@ -44,15 +43,15 @@ def padding_of(mask: Tensor | None, num_rows: int, num_columns: int) -> list[int
 
 
 def expect_mask_of_padding(mask: Any, begins: Sequence[int], end: int) -> None:
-    """Check that the mask of a forward hides what is in front of rows, and nothing else.
+    """Check that the mask of a forward hides the padding in front of rows, and nothing else.
 
     Args:
-        mask: As given to the model.
-        begins: Of each row, the column of its first token.
-        end: Columns with those of the new tokens.
+        mask: Mask given to the model.
+        begins: Column of the first token of each row.
+        end: Number of columns, new tokens included.
 
     Raises:
-        ArgumentError: it does not.
+        ArgumentError: the mask hides other columns, or has another shape.
     """
     if isinstance(mask, Tensor) and mask.shape == (len(begins), end):
         first = torch.tensor(begins, device=mask.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What is computed once for each state of a model, and kept beside it."""
+"""Results that are computed once for each state of a model, and kept with the model."""
 
 from collections.abc import Callable
 from threading import RLock
@@ -9,20 +9,20 @@ from kvloom.integrations.transformers.watch import ModelWatch
 T = TypeVar("T")
 _ATTRIBUTE: Final = "_kvloom_per_state"
 _KEPT: Final = 4
-"""States for which nothing is computed again when the model returns to them."""
+"""Number of last states whose results are kept."""
 _LOCK: Final = RLock()
 
 
 def once_per_state(model: Any, compute: Callable[[Any], T]) -> T:
-    """What a function returns for a model as it is now: with its weights, adapters, hooks and attributes.
+    """Result of a function for the present state of a model: its weights, adapters, hooks and attributes.
 
     Args:
         model: A module.
-        compute: Is given the model, which it leaves as it was. It must be the same object each time; what it
-            raises is not kept.
+        compute: Function of the model that leaves it unchanged. Pass the same object each time, since results
+            are kept by it; errors are not kept.
 
     Returns:
-        For an unchanged model, or one that returned to one of its last states, the same object as before.
+        The same object as before if the model is unchanged, or has returned to one of its last states.
     """
     with _LOCK:
         kept = vars(model).get(_ATTRIBUTE)
@@ -34,7 +34,7 @@ def once_per_state(model: Any, compute: Callable[[Any], T]) -> T:
 
 
 class _Kept:
-    """Results by states of a model. A copy of the model, or one that was saved, begins with nothing."""
+    """Results by states of a model. Copying or saving the model drops them."""
 
     def __init__(self, model: Any = None) -> None:
         self._watch = None if model is None else ModelWatch(model)
@@ -44,11 +44,11 @@ class _Kept:
         return _Kept, ()
 
     def is_of(self, model: Any) -> bool:
-        """Whether it was made for this very object."""
+        """Whether it was made for this object."""
         return self._watch is not None and self._watch.model is model
 
     def present(self, compute: Callable[[Any], Any]) -> Any:
-        """That of the present state."""
+        """The result for the present state."""
         assert self._watch is not None  # noqa: S101
         state = self._watch.state()
         if state not in self._by_state:

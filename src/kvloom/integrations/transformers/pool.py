@@ -38,33 +38,33 @@ _LOG: Final = logging.getLogger("kvloom")
 
 
 class KVPool(Recorder):
-    """Pages of one size, in which a new cache finds what earlier ones computed for the same first tokens.
+    """Pages of one size, in which a new cache finds the prefix that earlier caches computed.
 
     Sharing is exact, by the tokens themselves, in whole pages, and only within a salt. When all pages are
-    taken, those that no cache holds are given up, least recently used first or as ``policy`` says::
+    in use, pages that no cache holds are evicted, least recently used first or as ``policy`` says::
 
         pool = KVPool.for_model(model, max_tokens=100_000)
         cache = pool.begin(input_ids)
         output = model.generate(input_ids, past_key_values=cache)
         pool.commit(cache, output)
 
-    What decides keys and values beside the tokens is part of what pages are found by: the state of the model
-    (weights, adapters, hooks, attributes), the ``content`` behind placeholder tokens, and the frequencies of
-    a RoPE that depends on the length of the text. A cache whose tokens were computed otherwise, such as while
-    the model changed, is never found by another.
+    Pages are found by tokens and by everything else that decides keys and values: the state of the model
+    (weights, adapters, hooks, attributes), the ``content`` of placeholder tokens, and the frequencies of a
+    RoPE that depends on the length of the text. Pages of a cache whose tokens were computed otherwise, such
+    as while the model changed, are never found.
 
-    With a store, what is committed is written behind, and what the pool lacks is read back if that takes less
-    time than computing it: in this process or another, later or elsewhere.
+    With a store, committed pages are written to it in the background. Pages that the pool does not have are
+    read from the store, if reading takes less time than computing, in this process or any other.
 
-    A pool and the caches that it began belong to one thread at a time.
+    A pool and its caches may be used by one thread at a time.
 
     Args:
         model: A ``PreTrainedModel`` all of whose layers keep their tokens in pages.
-        layers: Those of an empty cache for it, in pages that are kept.
-        store: What lies below the pages.
-        wish: What the layers of the model are until the pool is closed.
-        smoothing: What is reported of the smoothing of keys.
-        states: What keeps recurrent states; ``None`` if the model has none.
+        layers: Layers of an empty cache for it, in pages that are kept.
+        store: Store below the pages.
+        wish: Changes of the model's layers until the pool is closed.
+        smoothing: Part of the report on the smoothing of keys.
+        states: Pages of recurrent states; ``None`` if the model has none.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class KVPool(Recorder):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: the pages that can be found now, what tells their model from others, and no store."""
+        """State for saving: pages that can be found now and a digest of their model, without the store."""
         digest, rename = self._saved_digest, None
         if self._model is not None:
             digest, rename = self._model.digest(), partial(scope_in, state=self._model.watch.state())
@@ -116,7 +116,7 @@ class KVPool(Recorder):
         self._prefixes.load(saved)
 
     def bind(self, model: Any) -> "KVPool":
-        """Let a pool that was loaded go on with its model.
+        """Attach the model to a pool that was loaded.
 
         Args:
             model: The model of the pool that was saved, or another with the same weights, configuration,
@@ -126,9 +126,9 @@ class KVPool(Recorder):
             The pool.
 
         Raises:
-            ArgumentError: it is another model; nothing was changed.
-            StateError: the pool has its model; nothing was changed.
-            UnsupportedError: its weights are not in memory.
+            ArgumentError: the model is another one; nothing was changed.
+            StateError: the pool already has its model; nothing was changed.
+            UnsupportedError: weights are not in memory.
         """
         if self._model is not None:
             raise StateError("a pool has one model, only one that was loaded must be given it")
@@ -158,38 +158,38 @@ class KVPool(Recorder):
         state_interval: int | None = None,
         max_state_bytes: int | None = None,
     ) -> "KVPool":
-        """An empty pool of ``max_tokens`` token slots in each layer, taken at the first update.
+        """An empty pool of ``max_tokens`` token slots in each layer, allocated at the first update.
 
-        Texts of a model with recurrent states are fed in pieces of ``state_interval`` tokens, and found where
-        a piece ended, last in a committed text or where two part: what follows has the bits that it has cold.
+        Texts of a model with recurrent states are fed in pieces of ``state_interval`` tokens. Prefixes are
+        found after the last piece of a committed text, and at the piece after which two texts differ. Tokens
+        after a found prefix have the same bits as after a computed one.
 
         The other arguments are those of ``KVCache.for_model``.
 
         Args:
             model: As above.
-            kv: As above. With a residual window, which int4 has by default, what follows a prefix that is
-                found is what follows a computed one where a text that was committed ended there.
+            kv: As above. With a residual window, which int4 has by default, tokens after a found prefix equal
+                those after a computed one only where a committed text ended.
             page_size, values, layout: The same.
             max_tokens: Token slots of each layer.
             store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
                 then computes 128 tokens, and its weights are read once.
-            policy: Which pages are given up: ``"lru"``, those that no cache held for longest, or ``"ours"``,
-                those that are worth least by how pages were used so far. Layers with a window always give up
-                first what their window has passed, and then by ``"lru"``.
-            batch_invariant: As of ``enable``, until the pool is closed: what follows a prefix that is found
-                has the bits of what follows one that is computed.
+            policy: Which pages are evicted: ``"lru"``, those that no cache held for longest, or ``"ours"``,
+                those of least worth by the use of pages so far. Layers with a window always evict pages
+                before their window first, and then by ``"lru"``.
+            batch_invariant: As in ``enable``, until the pool is closed: tokens after a found prefix have the
+                same bits as after a computed one.
             pack: The same.
             state_interval: As above, a multiple of ``page_size``; ``None`` for 256, or the next multiple.
-            max_state_bytes: That recurrent states may take, at least those behind one text; ``None`` for as
-                many as the pages of keys and values, and eight texts.
+            max_state_bytes: Bytes that recurrent states may take, at least the states of one text; ``None``
+                for as many as the pages of keys and values take, and at least eight texts.
 
         Raises:
-            ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, ``policy`` is none, or
-                ``state_interval`` or ``max_state_bytes`` is not as said.
+            ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, ``policy`` is unknown, or
+                ``state_interval`` or ``max_state_bytes`` is invalid.
             ModuleNotFoundError: a library that the store needs is not installed.
-            UnsupportedError: the model computes a text in pieces otherwise than as a whole; it has an
-                encoder, or attends to later tokens, too; or there is a store, and the weights are not in
-                memory.
+            UnsupportedError: the model computes a text in pieces differently than as a whole, has an encoder,
+                or attends to later tokens; or there is a store, and the weights are not in memory.
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         expect_prefixes(model)
@@ -211,26 +211,25 @@ class KVPool(Recorder):
         content: str | Sequence[str] | None = None,
         attention_mask: Tensor | None = None,
     ) -> PoolCache:
-        """A cache that holds the longest first part of the batch that is known.
+        """A cache that holds the longest known prefix of the batch.
 
-        Of each row its longest prefix counts, in whole pages; its last token is always left to compute. Rows
-        end together, so all compute as many columns as the row with the most tokens to compute. What stands
-        for one picture is found as a whole or not at all: of what ``generate`` is given beside tokens, leave
-        out what belongs to placeholders that were found.
+        Each row finds its longest prefix in whole pages; the last token is always left to compute. All rows
+        compute the same columns, as many as the row with the most tokens to compute. The placeholders of one
+        picture are found all or none; do not pass ``generate`` the pictures whose placeholders were found.
 
         Args:
             input_ids: ``[B, T]`` int64 or int32, rows of different lengths padded on the left.
-            salt: Only caches of one salt share pages. The cache remembers it.
-            content: A digest of what decides keys and values beside tokens: pictures, audio, embeddings,
-                other positions or masks, as ``content_of`` makes it; or one for each row. Only caches of one
-                content share pages. Without it a forward of the cache takes tokens alone.
-            attention_mask: ``[B, T]`` as a tokenizer makes it, 0 where a row is padded; ``None`` for no
-                padding. It is no part of ``content``. Forwards are given it, too, and positions that count
-                from the first token of each row, as ``generate`` makes them.
+            salt: Only caches with the same salt share pages. The cache remembers it.
+            content: A digest by ``content_of`` of the inputs beside tokens that decide keys and values, such
+                as pictures, audio, embeddings, other positions or masks; or one for each row. Only rows with
+                the same content share pages. Without it forwards of the cache accept tokens alone.
+            attention_mask: ``[B, T]`` as a tokenizer makes it, 0 for padding; ``None`` for no padding. It is
+                no part of ``content``. Forwards must be given it, too, with positions that count from the
+                first token of each row, as ``generate`` makes them.
 
         Raises:
             ArgumentError: ``input_ids`` has a placeholder token of the model and there is no ``content``; or
-                ``attention_mask`` says something else than padding on the left.
+                ``attention_mask`` has padding elsewhere than on the left.
             StateError: the pool was loaded and has no model yet.
             UnsupportedError: there is padding, and the model takes no ``position_ids``.
         """
@@ -263,21 +262,21 @@ class KVPool(Recorder):
     def commit(self, cache: KVCache, input_ids: Tensor, salt: str | None = None) -> None:
         """Let later caches find the full pages of this one, under the salt and content with which it began.
 
-        Pages of a cache whose tokens were not all computed in one state of the model, in training mode, or
-        were assigned, stay unknown, which is logged once.
+        Pages are not shared, and a warning says so once, if the tokens were computed in several states of the
+        model or in training mode, or were assigned.
 
         Args:
-            cache: One that ``begin`` made.
-            input_ids: ``[B, T]``, row by row the tokens that the cache holds, behind as much padding as it
-                began with, such as what ``generate`` returned; the last one, which was sampled and not
-                computed, may be among them. After beam search rows are no longer the cache's.
-            salt: That of ``begin``, which the cache remembers.
+            cache: A cache made by ``begin``.
+            input_ids: ``[B, T]``, the tokens of the cache row by row, with the padding it began with, such as
+                the result of ``generate``. One more token may follow, which was sampled and not computed.
+                After beam search rows are no longer the cache's.
+            salt: Salt of ``begin``; ``None`` for the one that the cache remembers.
 
         Raises:
-            ArgumentError: the cache is of another pool, began under another salt, holds other numbers of
-                rows or tokens, or its rows were cropped apart.
-            StateError: an update broke off; or pages of a row are known under other tokens, then that row and
-                those after it stay unknown.
+            ArgumentError: the cache is of another pool, began with another salt, has other numbers of rows or
+                tokens, or its rows were cropped by different numbers of tokens.
+            StateError: an update broke off; or pages of a row are known under other tokens, and then this row
+                and the rows after it are not shared.
         """
         origin = cache.origin if isinstance(cache, PoolCache) else None
         if origin is None or not cache.is_of([group.pages for group in self._prefixes.groups]):
@@ -297,20 +296,20 @@ class KVPool(Recorder):
         commit(cache, rows, origin, self._prefixes, self._states)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything committed is in the store, or could not be written.
+        """Wait until all committed pages are in the store, or could not be written.
 
         Args:
             timeout: Seconds to wait for; ``None`` waits for ever.
 
         Returns:
-            Whether nothing is left to write.
+            Whether all writes are done.
         """
         return self._store is None or self._store.flush(timeout)
 
     def close(self) -> None:
-        """``flush``, write nothing more to the store, and leave the model's layers as they were before.
+        """``flush``, close the store, and restore the model's layers.
 
-        Other pools of one ``KVStore`` write nothing more, either.
+        Other pools with the same ``KVStore`` can no longer write to it, either.
         """
         if self._store is not None:
             self._store.close()
@@ -320,17 +319,17 @@ class KVPool(Recorder):
     def why(
         self, input_ids: Tensor, salt: str = "", content: str | Sequence[str] | None = None
     ) -> list[Miss]:
-        """Why ``begin`` would not find the full pages of a text now; it has none for those it would find.
+        """Reasons why ``begin`` would not find full pages of a text now; empty if it would find all.
 
-        A store below is asked, too: what it would give is no miss, and what is damaged there, or of another
-        model or format, says so. That reads the heads of all its runs.
+        A store below is asked, too. Pages that it has are no miss; damaged pages, and pages of another model
+        or format, are named as such. This reads the headers of all stored segments.
 
         Args:
-            input_ids: ``[1, T]``, as of ``begin``.
+            input_ids: ``[1, T]``, as in ``begin``.
             salt, content: The same.
 
         Raises:
-            ArgumentError: as of ``begin``.
+            ArgumentError: as ``begin``.
             StateError: events are not recorded.
         """
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=1)
@@ -348,18 +347,18 @@ class KVPool(Recorder):
         return list(below.misses(misses, tokens, *origin.stored_scopes()))
 
     def check(self) -> None:
-        """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
+        """Check the invariants of pages and prefixes; raises ``StateError`` at the first that fails."""
         self._prefixes.check()
 
     def report(self) -> dict[str, Any]:
-        """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's.
+        """Numbers of pages by state, of tokens that ``begin`` looked up and found, and the store's report.
 
-        ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``.
-        Pages are those of the layers without a window, if there are such; ``windows`` has those of the
-        others, by their windows, ``states`` those of recurrent states, and ``residual_bytes`` is what
-        residual windows take beside codes, of caches and of committed texts. ``layers`` is a ``LayerReport``
-        with numbers in the place of names, as a dictionary, and ``smoothing`` what was done to smooth the
-        keys of which layers, and why not more.
+        ``kv`` is the format string of keys and values with the group of their scales, such as ``"int8:g32"``.
+        Pages are those of the layers without a window, if there are any. ``windows`` has the pages of other
+        layers by their windows, ``states`` the pages of recurrent states. ``residual_bytes`` are the bytes of
+        residual windows, in caches and in committed texts. ``layers`` is a ``LayerReport`` as a dictionary,
+        with numbers instead of names. ``smoothing`` names the layers whose keys are smoothed, and why others
+        are not.
         """
         main, store = self._prefixes.main, cast(Any, self._prefixes.main.below)
         return {
@@ -386,13 +385,13 @@ class KVPool(Recorder):
         return self._model
 
     def _identities(self) -> Iterator[tuple[Any, ...]]:
-        """Of each group of layers, the arguments of ``StoreBelow.become`` for the present model."""
+        """Arguments of ``StoreBelow.become`` for each group of layers of the present model."""
         identity = self._bound().identity(self._prefixes.main.pages.format, self._states)
         for fingerprint, storages in zip(identity.fingerprints, identity.storages, strict=True):
             yield fingerprint, storages, identity.seconds_per_token, identity.probe
 
     def _follow_state(self, state: str) -> None:
-        """Let the stores below go on with the model in its present state."""
+        """Switch the stores below to the present state of the model."""
         if self._store is not None and state != self._stored_state:
             for group, identity in zip(self._prefixes.groups, self._identities(), strict=True):
                 below: Any = group.below

@@ -1,4 +1,4 @@
-"""The model of a pool, in whatever state it is: what a cache that begins now is computed from."""
+"""The model of a pool: its present state, and the origin of a cache that begins now."""
 
 from collections.abc import Iterable, Sequence
 from inspect import signature
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 _KEPT_LAYERS: Final = (KVCacheLayer, IndexedKVCacheLayer, HybridKVCacheLayer, DummyLayer, TheirStatefulLayer)
 _KEPT: Final = 15
-"""States whose fingerprints are not computed again when the model returns to them."""
+"""Number of last states whose fingerprints are kept."""
 
 
 class PoolModel:
     """A model whose caches share pages.
 
     Attributes:
-        watch: Of its state.
-        states: No keys, in its dtype, where it lies.
+        watch: Watch of the model's state.
+        states: Empty tensor with the model's dtype and device.
         placeholders: Its tokens for pictures, audio and the like, with their names.
 
     Args:
         model: A ``PreTrainedModel``.
-        wish: What its layers are as long as this is there, or until ``release``.
+        wish: Changes of its layers, until ``release`` or until this object is collected.
     """
 
     def __init__(self, model: Any, wish: Wish) -> None:
@@ -62,7 +62,7 @@ class PoolModel:
         self._identities: dict[str, Identity] = {}
 
     def rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[list[list[int]], list[int]]:
-        """The tokens of each row, and in which column they begin; arguments are those of ``KVPool.begin``.
+        """Tokens of each row, and the columns in which they begin; arguments are those of ``KVPool.begin``.
 
         Raises:
             ArgumentError: as ``KVPool.begin``.
@@ -77,7 +77,7 @@ class PoolModel:
         return [row[begin:] for row, begin in zip(input_ids.tolist(), begins, strict=True)], begins
 
     def origin(self, rows: Sequence[Sequence[int]], salt: str, content: str | Sequence[str] | None) -> Origin:
-        """That of a cache that begins now; arguments are those of ``KVPool.begin``.
+        """Origin of a cache that begins now; arguments are those of ``KVPool.begin``.
 
         Raises:
             ArgumentError: as ``KVPool.begin``.
@@ -92,11 +92,11 @@ class PoolModel:
         return origin
 
     def identity(self, format: CacheFormat, states: "PoolStates | None" = None) -> "Identity":
-        """That of the present state; computed once for each.
+        """Identity of the present state, computed once for each state.
 
         Args:
-            format: How keys and values are kept.
-            states: What keeps recurrent states.
+            format: Cache format of keys and values.
+            states: Pages of recurrent states.
 
         Raises:
             UnsupportedError: weights are not in memory.
@@ -110,11 +110,11 @@ class PoolModel:
         return self._identities[state]
 
     def layers(self) -> dict[str, Any]:
-        """What was made of its layers, as ``LayerReport.summary``."""
+        """Changes of the model's layers, as ``LayerReport.summary``."""
         return report_layers(self.watch.model).summary()
 
     def digest(self) -> str:
-        """Of the present state, the same in every process.
+        """Digest of the present state, the same in every process.
 
         Raises:
             UnsupportedError: weights are not in memory.
@@ -133,7 +133,7 @@ def expect_prefixes(model: Any) -> None:
             f"{name}"
         )
     sees_all = getattr(text_config_of(model), "use_bidirectional_attention", None) in (True, "all")
-    # Of which transformers before 5 says nothing in the configuration.
+    # transformers before 5 does not say so in the configuration of paligemma.
     if sees_all or model.config.model_type == "paligemma":
         raise UnsupportedError(
             f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got {name}"
@@ -141,7 +141,7 @@ def expect_prefixes(model: Any) -> None:
 
 
 def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:
-    """Raise UnsupportedError unless all that the layers of a cache for a model keep can be found again."""
+    """Raise UnsupportedError unless a pool can keep everything that the cache layers of a model hold."""
     layers = [*layers]
     for layer in layers:
         if type(layer) not in _KEPT_LAYERS:

@@ -1,4 +1,4 @@
-"""How a pool finds what its caches keep: in pages of each group of layers, and in recurrent states."""
+"""Finding and committing prefixes in a pool: pages of each group of layers, and recurrent states."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ from kvloom.paging import PageTable
 
 
 def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
-    """Those of the pages of an empty cache, and behind them of its states."""
+    """The prefixes of a pool: groups of the pages of an empty cache, then the group of states."""
     groups = [PrefixGroup(x.pages, x.window) for x in with_residuals(empty.sequences)]
     return Prefixes(groups if states is None else [*groups, states.group])
 
 
 def num_shared(prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[int], scope: str) -> int:
-    """Pages that a text has in common with a known one, for ``Prefixes.prefer``.
+    """Number of pages that a text shares with a known text, for ``Prefixes.prefer``.
 
-    If there are states, up to where it parts from a text that goes on, on the grid: there a third text finds
-    both. Where it goes on itself, what it began with is of no more use than what it ends with.
+    With states, it counts to the last grid position before the text differs from a known text that goes on,
+    since a third text may find both pages and states there. It is 0 if the text merely extends known texts.
     """
     if states is None:
         return prefixes.num_shared(tokens, scope)
@@ -33,13 +33,13 @@ def num_shared(prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[i
 
 
 def tables_of_none(prefixes: Prefixes, cache: PoolCache, rows: Sequence[object]) -> list[list[PageTable]]:
-    """Of each row, a table without pages in each group of layers."""
+    """Tables without pages, for each row one in each group of layers."""
     groups = prefixes.groups[: len(with_residuals(cache.sequences))]
     return [[group.new_table().table for group in groups] for _ in rows]
 
 
 def rows_of(cache: PoolCache, input_ids: Tensor) -> list[list[int]]:
-    """The tokens of each row that a cache holds, padding left out; ``input_ids`` are as of ``commit``.
+    """Tokens of each row of a cache, without padding; ``input_ids`` are those of ``commit``.
 
     Raises:
         ArgumentError: as ``KVPool.commit``.
@@ -64,12 +64,12 @@ def commit_rows(
     """Let others find the full pages of a cache, and its states if they are kept.
 
     Args:
-        cache: What holds them.
-        rows: The tokens of each row.
-        origin: What they were computed from.
-        prefixes: Of the pool.
-        states: What keeps the states; of a model that has some, ``rows`` end on the grid.
-        found: Tokens whose states the text went on from; 0 for none.
+        cache: The cache.
+        rows: Tokens of each row.
+        origin: Origin of the tokens.
+        prefixes: Prefixes of the pool.
+        states: Pages of recurrent states; if given, ``rows`` end on the grid.
+        found: Number of tokens whose states the text continued from; 0 for none.
 
     Raises:
         ArgumentError, StateError: as ``Sequences.commit``.
@@ -99,7 +99,7 @@ def commit(
     prefixes: Prefixes,
     states: PoolStates | None,
 ) -> None:
-    """``commit_rows`` of a cache, or of its copies behind pieces of its text, which are forgotten."""
+    """``commit_rows`` for a cache, or for its copies after pieces of its text, which are then dropped."""
     grid = cache.grid
     if grid is None or states is None:
         commit_rows(cache, rows, origin, prefixes)

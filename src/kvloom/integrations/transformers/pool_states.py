@@ -1,7 +1,7 @@
-"""Recurrent states of a pool: found where a cache begins, and kept where pieces of its text ended.
+"""Recurrent states of a pool: restored when a cache begins, and kept where pieces of its text ended.
 
-A prefix is found where it is whole in all pages and its states are kept, which is at multiples of the grid:
-behind the last whole piece of a text that was committed, and where two texts parted.
+A prefix is found where all of its pages and its states are kept, which is at multiples of the grid: after the
+last whole piece of a committed text, and where two texts begin to differ.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from kvloom.tracing.states import StateEvents
 PADDED: Final = "recurrent states depend on the padding of their row"
 """Why nobody finds the states of padded rows."""
 _LEAST: Final = 8
-"""Texts whose states are kept at least, where nobody says how many bytes."""
+"""Least number of texts whose states are kept if ``max_bytes`` is not given."""
 
 
 class PoolStates:
     """The states of the caches of one pool.
 
     Args:
-        specs: Of each layer.
+        specs: Specs of the states of each layer.
         page_size: Tokens in a page.
         interval: Tokens of the grid.
-        max_bytes: That states may take.
-        device: Where they are.
+        max_bytes: Bytes that states may take.
+        device: Device of the states.
 
     Attributes:
-        pages: Where they are kept.
+        pages: Pages that hold the states.
         interval: As above.
         max_bytes: As above.
     """
@@ -65,25 +65,25 @@ class PoolStates:
 
     @property
     def group(self) -> PrefixGroup:
-        """Finds the pages."""
+        """Group in which the pages are found."""
         return self.pages.group
 
     def record(self, events: Events) -> None:
-        """Note what becomes of states among the events of pages."""
+        """Record events of states among the events of pages."""
         self._events.record(events, self.group.tree)
 
     def note(self, events: Events | None, what: str, request: int, found: Sequence[PageRef] = ()) -> None:
-        """Note which states came and went, as ``StateEvents.note``."""
+        """Record an event of states, as ``StateEvents.note``."""
         self._events.note(events, self.group.tree, what, request, found)
 
     def begin(self, cache: PoolCache, held: Sequence[PageTable], end: int, num_shared: Sequence[int]) -> None:
-        """Let a cache go on from states that were found, and note where copies of it are wanted.
+        """Restore found states into a cache, and note where copies of it are wanted.
 
         Args:
-            cache: One that holds the pages of ``end`` tokens.
+            cache: A cache that holds the pages of ``end`` tokens.
             held: The page of each row, which is released.
             end: As above.
-            num_shared: Pages of each row that another text has, too, up to a multiple of the grid.
+            num_shared: Number of pages of each row that another text shares, up to a multiple of the grid.
         """
         cache.grid = Grid(self.interval, end)
         cache.grid.wanted = {count * self.pages.page_size for count in num_shared} - {0, end}
@@ -98,17 +98,17 @@ class PoolStates:
     def write(
         self, cache: Cache, row: int, tokens: Sequence[int], scope: str, found: int
     ) -> GroupTable | None:
-        """Let others find the states of a row of a cache, and evict first those that it went on from.
+        """Let others find the states of a row of a cache, and evict the states it continued from first.
 
         Args:
-            cache: A copy of a cache behind a piece of its text.
-            row: Which of its rows.
-            tokens: All of the row.
-            scope: Under which they are found.
-            found: Tokens whose states the text went on from; 0 for none.
+            cache: A copy of a cache after a piece of its text.
+            row: Number of the row.
+            tokens: All tokens of the row.
+            scope: Scope in which the states are found.
+            found: Number of tokens whose states the text continued from; 0 for none.
 
         Returns:
-            Their page, held by the caller; ``None`` if none could be had.
+            The page of the states, held by the caller; ``None`` if none was free.
         """
         held = self.pages.write(states_of(cache.layers, self.pages.specs), row, tokens, scope)
         if held is not None and 0 < found < len(tokens):
@@ -124,7 +124,7 @@ class PoolStates:
         return sum(x.nbytes for x in self.pages.group.storages.values())
 
     def report(self) -> dict[str, Any]:
-        """Pages by state, the bytes of one and of all that there may be, and the tokens of the grid."""
+        """Numbers of pages by state, bytes of the states of a text, ``max_bytes``, and tokens of the grid."""
         return {
             **self.group.pages.pool.report(),
             "nbytes": self.pages.nbytes,
@@ -136,14 +136,14 @@ class PoolStates:
 def states_for(
     model: Any, layers: Sequence[Any], format: CacheFormat, interval: int | None, max_bytes: int | None
 ) -> PoolStates | None:
-    """What keeps the states of a model's caches, ``None`` if it has none; see ``trial_of``.
+    """Pages for the states of a model's caches, ``None`` if it has no states; see ``trial_of``.
 
     Args:
         model: A ``PreTrainedModel``.
-        layers: Those of an empty cache for it.
-        format: How its keys and values are kept.
-        interval: Tokens of the grid, a multiple of the page size; ``None`` for 256, or the next one.
-        max_bytes: That states may take; ``None`` for as many as the pages take, and at least eight texts.
+        layers: Layers of an empty cache for it.
+        format: Cache format of its keys and values.
+        interval: Tokens of the grid, a multiple of the page size; ``None`` for 256, or the next multiple.
+        max_bytes: Bytes that states may take; ``None`` for as many as the pages, and at least eight texts.
 
     Raises:
         ArgumentError: ``state_interval`` is no multiple of ``page_size``, or ``max_state_bytes`` is less than
@@ -178,5 +178,5 @@ def expect_interval(interval: int | None, page_size: int) -> int:
 
 
 def least_bytes(specs: Mapping[int, Sequence[StateSpec]], page_size: int) -> int:
-    """That states may take where nobody says how many, and pages take less: those of eight texts."""
+    """Least bytes of states if ``max_bytes`` is not given: those of eight texts."""
     return _LEAST * StatePages.nbytes_of(specs, page_size)

@@ -1,4 +1,4 @@
-"""How long a text a model was made for."""
+"""Positions of a model: the longest text that it was made for."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def positions_of(model: Any) -> int | None:
         model: A ``PreTrainedModel``, or the configuration of one.
 
     Returns:
-        ``None`` if the configuration names no such number, as those of ALiBi and of recurrent models.
+        ``None`` if the configuration has no such number, as with ALiBi and in recurrent models.
     """
     is_config = isinstance(model, PretrainedConfig)
     config = model.get_text_config(decoder=True) if is_config else text_config_of(model)
@@ -34,9 +34,9 @@ def expect_positions(name: str, model: Any, num_tokens: int) -> None:
     """Raise ArgumentError if texts have more tokens than a model has positions.
 
     Args:
-        name: What the error calls the texts.
+        name: Name of the texts in the error.
         model: A ``PreTrainedModel``.
-        num_tokens: Of each text.
+        num_tokens: Number of tokens of each text.
     """
     longest = positions_of(model)
     if longest is not None and num_tokens > longest:
@@ -46,16 +46,16 @@ def expect_positions(name: str, model: Any, num_tokens: int) -> None:
 
 
 def room_behind(name: str, model: Any, num_tokens: int, wanted: int) -> int:
-    """New tokens behind a text: as many as are wanted, or as a model has positions for.
+    """Number of new tokens after a text: as many as are wanted, or as the model has positions left.
 
     Args:
-        name: What an error calls the text.
+        name: Name of the text in the error.
         model: A ``PreTrainedModel``.
-        num_tokens: Of the text.
-        wanted: New ones.
+        num_tokens: Number of tokens of the text.
+        wanted: Number of new tokens that are wanted.
 
     Raises:
-        ArgumentError: there is room for none.
+        ArgumentError: no position is left.
     """
     longest = positions_of(model)
     if longest is None:

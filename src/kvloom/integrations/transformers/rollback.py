@@ -1,4 +1,4 @@
-"""Going back in recurrent states: what a cache records of the calls that change them, and how it returns.
+"""Rollback of recurrent states: a cache records the calls that change them, and restores earlier states.
 
 Shapes: B rows.
 """
@@ -18,30 +18,30 @@ from kvloom.integrations.transformers.mixers import Inputs, cache_in, joined, st
 from kvloom.integrations.transformers.state_logs import Call, Key, Log, State, States
 
 RECORDED: Final = 128
-"""Tokens that drafts may have, where transformers asks for a record of the past."""
+"""Number of tokens of which drafts may consist if transformers asks for a record of the past."""
 _PIECE: Final = 256
-"""A long step is cut in two at a multiple of it, as kernels cut texts into chunks of 16 to 256 tokens."""
+"""Long steps are cut at multiples of this, since kernels cut texts into chunks of 16 to 256 tokens."""
 
 
 class Past(NamedTuple):
-    """States of some tokens ago, and the logs that lead to them; ``None`` where rows went back apart."""
+    """Earlier states, and the logs that end at them; ``None`` if rows went back by different numbers."""
 
     states: States
     logs: dict[Key, Log] | None
 
 
 class Rollback:
-    """What a cache keeps to go back.
+    """Record of a cache's recurrent states that lets it remove tokens.
 
     Attributes:
-        num_tokens: By which every crop is possible.
-        cuts_steps: Whether mixers are given all of a long step but its last tokens first, and then these, so
-            that no more than these are kept. Only for models that go on from their states.
-        refusal: Why no crop is possible, as states were changed by whom nobody saw; empty if it is.
+        num_tokens: Number of last tokens that can always be removed.
+        cuts_steps: Whether a long step is fed to mixers in two calls, so that only the arguments of its last
+            tokens are kept. Only for models that continue correctly from their states.
+        refusal: Why no crop is possible, because an unseen call changed states; empty if it is possible.
 
     Args:
         num_tokens: As above.
-        position: Tokens that the cache holds.
+        position: Number of tokens in the cache.
         cuts_steps: As above.
     """
 
@@ -50,22 +50,22 @@ class Rollback:
         self.restart(position)
 
     def __reduce__(self) -> Any:
-        """To be saved: without the past."""
+        """Reduce for saving, without the record."""
         return type(self), (self.num_tokens, self.end, self.cuts_steps)
 
     def restart(self, position: int) -> None:
-        """Forget the past of a cache that holds so many tokens."""
+        """Forget the record, for a cache that holds ``position`` tokens."""
         self._position = position
         self._logs: dict[Key, Log] = {}
         self.refusal = ""
-        self._depth = 0  # of mixers that run
-        self._call: Call | None = None  # the outermost one, once it has begun
-        self._log: Log | None = None  # that of this call, once it has asked for a state
+        self._depth = 0  # number of nested mixers that run
+        self._call: Call | None = None  # the outermost call that runs
+        self._log: Log | None = None  # log of this call, set when it first reads a state
         self._num_skipped = 0
         self._first: Any = None  # the output of the tokens that were skipped
 
     def fork(self) -> "Rollback":
-        """That of another cache of the same tokens."""
+        """A copy for another cache of the same tokens."""
         other = Rollback(self.num_tokens, self._position, self.cuts_steps)
         other.refusal = self.refusal
         other._logs = {key: replace(x, keys={*x.keys}, entries=[*x.entries]) for key, x in self._logs.items()}
@@ -73,7 +73,7 @@ class Rollback:
 
     @property
     def end(self) -> int:
-        """Tokens of which states know."""
+        """Number of tokens that the states include."""
         return max((log.end for log in self._logs.values()), default=self._position)
 
     @property
@@ -84,10 +84,10 @@ class Rollback:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note that a mixer is called, and call it with the first tokens of a long step.
+        """Record a call of a mixer, and first call it with the first tokens of a long step.
 
         Returns:
-            Arguments of the tokens that are left; ``None`` for all.
+            Arguments of the remaining tokens; ``None`` if the step was not cut.
         """
         self._depth += 1
         if self._depth > 1:
@@ -113,7 +113,7 @@ class Rollback:
         return given
 
     def after(self, output: Any) -> Any:
-        """Note that it returned, or raised; the output of the whole step, ``None`` where it is this one."""
+        """Record the end of a call; returns the output of the whole step, ``None`` if that is ``output``."""
         self._depth -= 1
         if self._depth:
             return None
@@ -123,7 +123,7 @@ class Rollback:
         return joined(call.inputs.name, first, output)
 
     def touch(self, layer: Any, key: Key) -> None:
-        """Note that a state of a layer is asked for, which may change it."""
+        """Record that a state of a layer is read, and may be changed then."""
         if self._call is None:
             if not self._depth:
                 self.refusal = _unseen(key)
@@ -141,7 +141,7 @@ class Rollback:
             base[key] = State.of(layer, key).copied()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Note that row i became what row ``rows[i]`` was."""
+        """Record that row i was replaced by row ``rows[i]``."""
         for log in self._logs.values():
             if log.entries:
                 log.entries.append(torch.tensor(rows))
@@ -150,8 +150,8 @@ class Rollback:
         """The states of the first ``ends[b]`` tokens of each row; nothing is changed.
 
         Raises:
-            StateError: no states are kept from which they can be had.
-            UnsupportedError: what changed them was not seen, or cannot be called again with fewer tokens.
+            StateError: no states are kept from which they can be computed.
+            UnsupportedError: an unseen call changed them, or a call cannot be repeated with fewer tokens.
         """
         self._expect_known(layers)
         cut = {end: {key: log.until(end) for key, log in self._logs.items()} for end in set(ends)}
@@ -163,7 +163,7 @@ class Rollback:
         return Past({key: _joined([by_end[end][key] for end in ends]) for key in keys}, None)
 
     def return_to(self, layers: Sequence[Any], past: Past, position: int) -> None:
-        """Let layers have earlier states, of a cache that holds so many tokens then."""
+        """Restore earlier states in layers, for a cache that then holds ``position`` tokens."""
         for key, state in past.states.items():
             state.put(layers[key.layer], key)
         self.restart(position)
@@ -193,7 +193,7 @@ def _unseen(key: Key) -> str:
 
 
 def keys_of(layers: Sequence[Any]) -> Iterator[Key]:
-    """All states that layers have."""
+    """Keys of all states that layers have."""
     for i, layer in enumerate(layers):
         for kind in ("conv", "recurrent") if isinstance(layer, StatefulLayer) else ():
             for number, x in getattr(layer, f"{kind}_states").items():
@@ -202,7 +202,7 @@ def keys_of(layers: Sequence[Any]) -> Iterator[Key]:
 
 
 def _joined(states: Sequence[State]) -> State:
-    """Row b of ``states[b]``; a row without tokens has zeros."""
+    """State whose row b is that of ``states[b]``; a row without tokens has zeros."""
     some = next((x.tensor for x in states if x.tensor is not None), None)
     if some is None:
         return states[0]
@@ -211,7 +211,7 @@ def _joined(states: Sequence[State]) -> State:
 
 
 def empty_layers(layers: Sequence[Any]) -> list[Any]:
-    """Layers of a cache for states alone, of the same kinds."""
+    """Empty layers of the same kinds, for a cache of states alone."""
     dummy, stateful = cast(Any, DummyLayer), cast(Any, TheirStatefulLayer)
     own = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""RoPE whose frequencies depend on the length of a text: which texts have the same."""
+"""RoPE whose frequencies depend on the length of a text."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ from torch import nn
 
 
 class DynamicRope:
-    """Which frequencies a forward takes, by the position of its last token.
+    """Names of the frequencies of forwards, by the position of the last token.
 
-    transformers chooses them in each forward, for all of its tokens: of ``longrope`` one of two sets, of
-    ``dynamic`` ones of their own for each length beyond the trained one.
+    transformers chooses them in each forward, for all of its tokens: ``longrope`` has two sets, and
+    ``dynamic`` has a set for each length beyond the trained one.
 
     Args:
-        limit: Tokens of a text up to which it has the trained frequencies.
-        has_long: Whether all longer texts have the same ones.
+        limit: Number of tokens up to which a text has the trained frequencies.
+        has_long: Whether all longer texts have the same frequencies.
     """
 
     def __init__(self, limit: int, has_long: bool) -> None:
         self.limit, self.has_long = limit, has_long
 
     def frequencies(self, num_tokens: int) -> str | None:
-        """The name of the frequencies of a forward that ends there; ``None`` if no other has the same."""
+        """Name of the frequencies of a forward of this length; ``None`` if each length has its own."""
         if num_tokens <= self.limit:
             return ""
         return "long" if self.has_long else None
@@ -32,7 +32,7 @@ def has_dynamic_rope(module: nn.Module) -> bool:
 
 
 def dynamic_rope(model: nn.Module) -> DynamicRope | None:
-    """That of a model; ``None`` if its frequencies are always the same."""
+    """The dynamic RoPE of a model; ``None`` if its frequencies are always the same."""
     limits, are_long = [], []
     for module in model.modules():
         for layer_type, kind in _kinds(module).items():
@@ -43,7 +43,7 @@ def dynamic_rope(model: nn.Module) -> DynamicRope | None:
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:
-    """The kinds of RoPE of a module, by kinds of layers if there are several."""
+    """Kinds of RoPE of a module, by layer type if there are several."""
     kinds = vars(module).get("rope_type")
     named = kinds if isinstance(kinds, dict) else {None: kinds}
     return {name: kind for name, kind in named.items() if isinstance(kind, str)}
@@ -56,7 +56,7 @@ def _is_dynamic(kind: str) -> bool:
 def _limit(module: Any, layer_type: str | None, kind: str) -> int:
     config = module.config
     if kind != "longrope":
-        # At the trained length itself, frequencies of a longer text before stay.
+        # At exactly the trained length the frequencies of an earlier longer text are kept.
         return int(getattr(module, "original_max_seq_len", config.max_position_embeddings)) - 1
     said = getattr(config, "rope_parameters", None) or {}
     said = said.get(layer_type, said) if layer_type is not None else said

@@ -1,8 +1,8 @@
 """Logs of recurrent states: copies of them, and the calls of mixers that changed them since.
 
-A recurrent state cannot be computed backwards. So a copy of it is kept, and the arguments of the calls that
-changed it since; to remove the last tokens, the copy is changed again by the calls of those that stay. A step
-that is called again whole, from the same states, gives the same bits.
+A recurrent state cannot be computed backwards. So a copy of it is kept, with the arguments of the calls that
+changed it since. To remove the last tokens, the calls of the remaining tokens are repeated on the copy. A
+whole step that is repeated from the same states gives the same bits.
 
 Shapes: B rows.
 """
@@ -21,7 +21,7 @@ from kvloom.integrations.transformers.mixers import Inputs, state_of
 
 
 class Key(NamedTuple):
-    """Which state: ``kind`` is ``"conv"`` or ``"recurrent"``."""
+    """Identifier of a state; ``kind`` is ``"conv"`` or ``"recurrent"``."""
 
     layer: int
     kind: str
@@ -36,22 +36,22 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, key: Key) -> "State":
-        """That of a layer, which changes with it."""
+        """The state of a layer, not copied."""
         has_previous = layer.has_previous_state[key.number]
         return cls(getattr(layer, f"{key.kind}_states")[key.number] if has_previous else None, has_previous)
 
     def put(self, layer: Any, key: Key) -> None:
-        """Let a layer have it, which then changes it."""
+        """Set it as the state of a layer, not copied."""
         getattr(layer, f"{key.kind}_states")[key.number] = self.tensor
         getattr(layer, f"is_{key.kind}_states_initialized")[key.number] = self.tensor is not None
         layer.has_previous_state[key.number] = self.has_previous
 
     def copied(self) -> "State":
-        """One that nobody changes."""
+        """A copy of the state."""
         return self._replace(tensor=None if self.tensor is None else self.tensor.detach().clone())
 
     def selected(self, rows: Tensor) -> "State":
-        """That of other rows."""
+        """The state with the selected rows."""
         x = self.tensor
         return self if x is None else self._replace(tensor=x.index_select(0, rows.to(x.device)))
 
@@ -66,10 +66,10 @@ class Call:
     Attributes:
         module: The mixer.
         start: Position of the first token.
-        inputs: What it was given.
-        autocast: The dtype that torch chose for products; ``None`` for theirs.
-        state: Of the mixer, which decides what it computes.
-        base: The states before it, copied as it asks for them; ``None`` where none are kept.
+        inputs: Its arguments.
+        autocast: Dtype of torch's autocast; ``None`` without autocast.
+        state: State name of the mixer, as ``mixers.state_of``.
+        base: Copies of the states before the call, made when it reads them; ``None`` if none are kept.
     """
 
     module: "weakref.ref[nn.Module]"
@@ -81,15 +81,15 @@ class Call:
 
     @property
     def end(self) -> int:
-        """Position behind the last token."""
+        """Position after the last token."""
         return self.start + self.inputs.num_tokens
 
     def until(self, end: int) -> "Call":
-        """The call with its tokens before ``end`` alone."""
+        """The call cut to its tokens before ``end``."""
         return self if self.end <= end else replace(self, inputs=self.inputs.cut(0, end - self.start))
 
     def again(self, cache: Cache) -> None:
-        """Change the states of another cache."""
+        """Repeat the call on the states of another cache."""
         module, device = self.module(), self.inputs.device
         if module is None:
             raise UnsupportedError(f"the model whose {self.inputs.name} changed a recurrent state is gone")
@@ -106,12 +106,12 @@ class Call:
 
 @dataclass
 class Log:
-    """Calls that changed the states which one mixer keeps, oldest first, and rows that were selected since.
+    """Log of the calls that changed the states of one mixer, oldest first, and of selected rows.
 
     Attributes:
-        end: Position behind the last call.
-        keys: The states.
-        entries: The first one is a call with a base.
+        end: Position after the last call.
+        keys: Keys of the states.
+        entries: Calls, and row numbers ``[B]`` of selections. The first entry is a call with a base.
     """
 
     end: int
@@ -119,17 +119,17 @@ class Log:
     entries: list[Call | Tensor] = field(default_factory=list)
 
     def begin(self, call: Call, num_tokens: int) -> Call:
-        """Note a call that begins, and forget those that no crop of ``num_tokens`` tokens needs.
+        """Record a call that begins, and drop calls that no crop of ``num_tokens`` tokens needs.
 
         Returns:
-            The call at its position, with an empty base if its states are to be copied.
+            The call with its position, and with an empty base if its states are to be copied.
         """
         passed = self.end - num_tokens
         old = [i for i, start in self._bases() if start <= passed]
         del self.entries[: old[-1] if old else 0]
         bases = self._bases()
         has_base = call.inputs.num_tokens > 1 or not bases or bases[-1][1] <= passed
-        if has_base and len(bases) > 1 and bases[-2][1] > passed:  # the new one is near enough to that
+        if has_base and len(bases) > 1 and bases[-2][1] > passed:  # the base before it suffices
             index = bases[-1][0]
             self.entries[index] = replace(self._call(index), base=None)
         call = replace(call, start=self.end, base={} if has_base else None)
@@ -138,16 +138,16 @@ class Log:
         return call
 
     def skip(self, num_tokens: int) -> None:
-        """Note tokens before which nobody can go back."""
+        """Record tokens that cannot be removed any more."""
         self.entries.clear()
         self.end += num_tokens
 
     def until(self, end: int) -> "Log":
-        """The log as it would be, had only the tokens before ``end`` been fed.
+        """The log cut to the tokens before ``end``.
 
         Raises:
-            StateError: nothing is kept that far back, or the calls of these tokens were not all made.
-            UnsupportedError: what a call was given cannot be cut.
+            StateError: ``end`` is before the first kept state, or after the last recorded call.
+            UnsupportedError: an argument of a call cannot be cut.
         """
         least = self._call(0).start if self.entries else self.end
         if end < least:
@@ -164,7 +164,7 @@ class Log:
         return Log(end, {*self.keys}, entries)
 
     def compute(self, end: int, cache: Cache) -> None:
-        """Let another cache have the states behind the tokens before ``end``."""
+        """Compute the states after the tokens before ``end`` in another cache."""
         first = max(i for i, start in self._bases() if start <= end)
         for key, state in (self._call(first).base or {}).items():
             state.copied().put(cache.layers[key.layer], key)

@@ -1,7 +1,7 @@
-"""Recurrent states of the layers of a cache: which there are, and whether a model goes on from them.
+"""Recurrent states of a cache's layers, and a trial whether a model continues correctly from them.
 
-Some families ignore the state that they are given when several tokens follow stored ones, so that any second
-piece of a text is computed wrongly, here as with transformers' own caches. So a model is tried first.
+Some families ignore the given state when several tokens follow stored ones. They compute the second piece of
+any text wrongly, with transformers' own caches, too. So each model is tried first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,31 +20,31 @@ from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.per_state import once_per_state
 
 _FIRST: Final = 40
-"""Tokens of the first of two pieces in which a model is tried."""
+"""Number of tokens of the first of two pieces in which a model is tried."""
 _SECOND: Final = 24
-"""Tokens of the second."""
+"""Number of tokens of the second piece."""
 _OTHERS: Final = -4096
-"""Times the states of a text are other states, which count in any number of bits, even of a model whose own
-hardly do."""
+"""Factor that makes other states of a text's states, large enough to change outputs in every dtype, even of a
+model whose own states hardly matter."""
 _EPSILONS: Final = {torch.float32: 512}
-"""What rounding in one layer may change of the logits of a token, relative to their root mean square.
+"""Allowed rounding of a token's logits by one layer, in epsilons relative to their root mean square.
 
-Measured are 20 at most where experts are chosen, whose choice a rounding may change, and 5 elsewhere.
+Measured were 20 at most in models with experts, where rounding may change the choice, and 5 in others.
 """
 _OF_HALVES: Final = 4
-"""The same where the model computes in fewer bits; sums are in float32 there."""
+"""The same for dtypes of fewer bits, whose sums are in float32."""
 Specs: TypeAlias = dict[int, tuple[StateSpec, ...]]
-"""Of each layer by its number, its states."""
+"""Specs of the states of each layer, by its number."""
 _KINDS: Final = ("conv", "recurrent")
 
 
 class Trial(NamedTuple):
-    """What a short text says of a model.
+    """Result of trying a model with a short text.
 
     Attributes:
         why_wrong: Why the model cannot be fed a text in pieces; empty if it can.
-        specs: The states of each layer; none if it cannot.
-        entries: Of each layer with keys and values, what it keeps of a token, unquantized; none if it cannot.
+        specs: Specs of the states of each layer; empty if it cannot.
+        entries: Unquantized entries of each layer with keys and values; empty if it cannot.
     """
 
     why_wrong: str
@@ -58,7 +58,7 @@ def stateful_layers(layers: Sequence[Any]) -> dict[int, Any]:
 
 
 def specs_of(layers: Sequence[Any]) -> Specs:
-    """The states of each layer that has been fed tokens and has any."""
+    """Specs of the states of each layer that has any after it was fed tokens."""
     found: Specs = {}
     for i, layer in stateful_layers(layers).items():
         own = tuple(
@@ -80,7 +80,7 @@ def states_of(layers: Sequence[Any], specs: Mapping[int, Sequence[StateSpec]]) -
 def restore_states(
     layers: Sequence[Any], specs: Mapping[int, Sequence[StateSpec]], states: Mapping[int, Sequence[Tensor]]
 ) -> None:
-    """Let layers that have no states go on from these, which they take as their own."""
+    """Set the states of layers that have none; the tensors are not copied."""
     for i, own in specs.items():
         layer = layers[i]
         for spec, x in zip(own, states[i], strict=True):
@@ -90,7 +90,7 @@ def restore_states(
 
 
 def trial_of(model: Any) -> Trial:
-    """What a short text says of a model, which reads it once for each of its last states."""
+    """Result of trying a model with a short text, computed once for each of its last states."""
     return once_per_state(model, _tried)
 
 
@@ -113,7 +113,7 @@ def _tried(model: Any) -> Trial:
 
 
 def record_past(model: Any, cache: KVCache, num_tokens: int) -> None:
-    """Let a cache of a model go back by so many tokens, and keep no more of a long step if that is right."""
+    """Let a cache remove up to ``num_tokens`` tokens; long steps are cut if the model is right in pieces."""
     cache.rollback = num_tokens
     if cache.recording is not None:
         cache.recording.cuts_steps = not why_wrong_in_pieces(model)
@@ -128,7 +128,7 @@ def try_states(model: Any) -> KVCache:
     name, size = type(model).__name__, model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, _FIRST + _SECOND + 1, device=model.device)[None] * 7919 % size
     training = [module for module in model.modules() if module.training]
-    model.eval()  # or it would draw random numbers
+    model.eval()  # no random dropout
     try:
         with torch.no_grad():
             cache, other, at_once = (KVCache.for_model(model) for _ in range(3))
@@ -151,7 +151,7 @@ def try_states(model: Any) -> KVCache:
             f"others: fed in several pieces it is wrong, with every cache"
         )
     expected = whole[:, _FIRST:].float()
-    # Of the median token: where experts are chosen, a rounding may change all of some tokens.
+    # The median over tokens, since rounding may change the choice of experts of some tokens.
     found = float((pieces.float() - expected).square().mean(2).sqrt().median())
     scale = float(expected.square().mean().sqrt())
     eps = torch.finfo(model.dtype).eps

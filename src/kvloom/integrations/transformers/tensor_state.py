@@ -1,4 +1,4 @@
-"""Signs that a tensor was written: its version, its address, and a sample of its bytes."""
+"""Signs that a tensor was written: its version, address and a sample of its bytes."""
 
 import ctypes
 from typing import Final
@@ -9,12 +9,12 @@ _SAMPLE_BYTES: Final = 64
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written as far as torch counts it."""
+    """Number of writes of a tensor that torch counted; -1 for inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins."""
+    """Address of the memory of a tensor."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # a subclass without memory of its own
@@ -22,7 +22,10 @@ def address_of(tensor: Tensor) -> int:
 
 
 def sample_place(tensor: Tensor) -> tuple[Tensor, int, int] | None:
-    """A tensor in memory, and the first byte and the number of bytes of a sample from the middle of it."""
+    """Place of a sample in the middle of a tensor: the tensor, first byte, and number of bytes.
+
+    ``None`` for an empty tensor, or one that is not a contiguous plain tensor on the CPU.
+    """
     if tensor.device.type != "cpu" or type(tensor.data) is not Tensor or not tensor.is_contiguous():
         return None
     count = min(tensor.nbytes, _SAMPLE_BYTES)
@@ -31,7 +34,7 @@ def sample_place(tensor: Tensor) -> tuple[Tensor, int, int] | None:
 
 
 def bytes_at(tensor: Tensor, first: int, count: int) -> bytes:
-    """Some bytes of the memory of a tensor; none where it became too small."""
+    """Bytes of the memory of a tensor; empty if the memory became too small."""
     storage = tensor.untyped_storage()  # held while it is read, whatever other threads do to the tensor
     if storage.nbytes() < first + count:
         return b""

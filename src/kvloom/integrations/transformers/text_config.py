@@ -1,4 +1,4 @@
-"""What a model's configuration says of its text."""
+"""Readers of a model's text configuration."""
 
 import functools
 from importlib import import_module
@@ -9,14 +9,14 @@ from transformers import PretrainedConfig
 from kvloom.errors import ArgumentError
 
 EXPAND: Final = "expand_kv"
-"""A method of layers that cache latents, which makes keys and values of them."""
+"""Name of the method that expands latents to keys and values, in layers that cache latents."""
 
 
 def text_config_of(model: Any) -> Any:
     """The configuration of the part that generates text.
 
     Raises:
-        ArgumentError: ``model`` is none.
+        ArgumentError: ``model`` is no model of transformers.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
@@ -30,12 +30,12 @@ def text_config_of(model: Any) -> Any:
 
 
 def layer_config(config: Any, index: int) -> Any:
-    """The configuration of one layer, where layers of a text model differ in more than their kind."""
+    """The configuration of one layer, which differs from ``config`` in heterogeneous models."""
     return config.per_layer_config[index] if _is_heterogeneous(config) else config
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Of all layers, or a single one of which all are."""
+    """Configurations of all layers, or a single one if all layers have the same."""
     if not _is_heterogeneous(config):
         return [config]
     return [layer_config(config, index) for index in range(config.num_hidden_layers)]
@@ -46,25 +46,24 @@ def _is_heterogeneous(config: Any) -> bool:
 
 
 def head_dim_of(config: Any) -> int:
-    """Elements of a head vector of a layer, which not every configuration states.
+    """Elements of a head vector of a layer; computed if the configuration does not have the number.
 
     Args:
-        config: Of one layer, as ``layer_config``.
+        config: Configuration of one layer, as ``layer_config``.
     """
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def head_dims_of(config: Any) -> list[tuple[int, int]]:
-    """Elements of head vectors of the keys and of the values that a cache gets; of latents and rope keys.
+    """Distinct pairs of head dims of all layers: of cached keys and values, or of latents and rope keys.
 
-    Those of any layer, once each: none without attention, and with latents that are expanded before they are
-    cached.
+    Empty without attention, and for latents that are expanded before they are cached.
     """
     return [*dict.fromkeys(filter(None, map(_head_dims_of_layer, layer_configs(config))))]
 
 
 def only_head_dims(config: Any) -> tuple[int, int] | tuple[()]:
-    """Those of all layers, as ``head_dims_of``; nothing where there are none or they differ by layers."""
+    """The only pair of ``head_dims_of``; empty if there are none or several."""
     found = head_dims_of(config)
     return found[0] if len(found) == 1 else ()
 
@@ -80,7 +79,7 @@ def _head_dims_of_layer(config: Any) -> tuple[int, int] | None:
 
 
 def names_rank(config: Any) -> bool:
-    """Whether a configuration is of latent attention; some refuse to name the rank of all layers."""
+    """Whether a configuration is of latent attention; reading the attribute itself may raise."""
     return "kv_lora_rank" in vars(config) or hasattr(type(config), "kv_lora_rank")
 
 

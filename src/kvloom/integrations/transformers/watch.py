@@ -1,6 +1,6 @@
-"""The state of a model: whatever of it decides keys and values and can change while a process runs.
+"""The state of a model: everything that decides keys and values and can change while a process runs.
 
-Weights and buffers, active adapters and their scaling, hooks, attributes, the configuration that layers read.
+It includes weights and buffers, active adapters and their scaling, hooks, attributes and configurations.
 """
 
 import logging
@@ -19,13 +19,13 @@ _LOG: Final = logging.getLogger("kvloom")
 
 
 class ModelWatch:
-    """Names the state of a model.
+    """Watch that gives each state of a model a name.
 
-    A model that returns to attributes, hooks and adapters that it had returns to their name. One whose
-    weights were written never does, since rounding may have changed what was written back.
+    A model that returns to earlier attributes, hooks and adapters has their name again. After weights were
+    written it always has a new name, since rounding may have changed weights that were written back.
 
-    Weights are seen to change by their addresses, by the versions that torch counts, and by a sample of their
-    bytes, since what is written through ``.data`` and by fused optimizers is not counted.
+    Changes of weights are noticed by their addresses, by the versions that torch counts, and by a sample of
+    their bytes, since torch does not count writes through ``.data`` and by fused optimizers.
 
     Args:
         model: A module, which is kept alive.
@@ -42,17 +42,17 @@ class ModelWatch:
         self._read()
 
     def state(self) -> str:
-        """The name of the present state, empty for the one at the start; microseconds if nothing changed."""
+        """Name of the present state, empty for the first one; takes microseconds if nothing changed."""
         if not self._is_same() or self._sample() != self._samples:
             self._read()
         return self._current
 
     def quick_state(self) -> str:
-        """As ``state``, without the sample of bytes: for each forward between two calls of ``state``."""
+        """As ``state``, but without the sample of bytes; for each forward between two calls of ``state``."""
         return self._current if self._is_same() else self.state()
 
     def _is_same(self) -> bool:
-        """Whether every value is the object that it was, and no tensor has another version or address."""
+        """Whether all values are the same objects, and all tensors have the same versions and addresses."""
         return (
             list(map(len, self._containers)) == self._lengths
             and self._has_values()
@@ -63,14 +63,14 @@ class ModelWatch:
     def _has_values(self) -> bool:
         try:
             return all(map(is_, self._values, self._present()))
-        except KeyError:  # an attribute went as another came
+        except KeyError:  # one attribute was removed and another added
             return False
 
     def _present(self) -> Iterator[Any]:
         return chain.from_iterable(get() for get in self._getters)
 
     def _read(self) -> None:
-        """Read all of the model, and name its state."""
+        """Read the whole model, and name its state."""
         reader = ModuleReader(opaque=self._opaque)
         lines = dict(reader.read_model(self.model))
         self._containers, self._getters = reader.containers, reader.getters

@@ -1,4 +1,4 @@
-"""Batch invariance: a row has the same bits in any company, in layers that may be packed for it."""
+"""Batch invariance: layers, possibly packed, that give a row the same bits in any batch."""
 
 from kvloom.integrations.transformers.invariance.install import (
     NO_WISH,

@@ -1,8 +1,8 @@
-"""Batch invariance of elementwise functions: no element is computed by the loop that follows whole vectors.
+"""Batch invariance of elementwise functions: the tensor is padded to whole vectors.
 
-torch computes a tensor in vectors, in pieces of one size for each thread. What is left at the end of a piece
-takes another loop, whose exponentials can have other bits. So the flattened tensor is padded until the pieces
-are whole vectors.
+torch cuts a tensor into one piece per thread, and computes each piece in vectors. The rest at the end of a
+piece is computed by another loop, whose exponentials can have other bits. So the flattened tensor is padded
+until every piece consists of whole vectors.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _VECTORS: Final = 64
-"""Elements that every loop of torch takes at once: two vectors of 32 elements in the widest."""
+"""Multiple of the elements that any loop of torch takes at once: two vectors of 32 in the widest."""
 _GRAIN: Final = 32768
 """Elements below which torch does not use another thread (``at::internal::GRAIN_SIZE``)."""
 _FINE_GRAIN: Final = 16384
-"""Elements from which on GELU may make a piece for each thread."""
+"""Least number of elements for which GELU may make a piece per thread."""
 
 
 def elementwise(function: Callable[..., Tensor], x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """``function(x, ...)`` with the bits that each element has in any tensor, at any place.
+    """``function(x, ...)``, in which an element's bits do not depend on the tensor's size or its place.
 
     Args:
-        function: Elementwise, of one tensor.
+        function: Elementwise function of one tensor.
         x: A tensor of any shape on the CPU.
         args: Further arguments.
         kwargs: Further arguments.
@@ -39,7 +39,7 @@ def elementwise(function: Callable[..., Tensor], x: Tensor, *args: object, **kwa
 
 
 def _whole(count: int, threads: int) -> int:
-    """The least number of elements from ``count`` on that pieces of whole vectors make up."""
+    """The least number of elements, at least ``count``, whose pieces are whole vectors."""
     target = count
     while True:
         pieces = max(1, min(threads, -(-target // _GRAIN)))

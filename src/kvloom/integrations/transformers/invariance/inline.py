@@ -1,7 +1,8 @@
 """Batch invariance of experts, routers and gates, which call matrix products and activations as functions.
 
-Within their forward a mode of torch hands these calls to functions whose results do not depend on the number
-of rows. It costs about a microsecond for each call of torch, so layers that are modules have classes instead.
+Within their forward a torch function mode replaces these calls by functions whose results do not depend on
+the number of rows. It costs about a microsecond per torch call, so linear layers and activations that are
+modules get other classes instead.
 
 Shapes: M rows, K inputs, N outputs, E experts.
 """
@@ -26,8 +27,8 @@ _within = local()
 
 @contextmanager
 def invariant_calls() -> Iterator[None]:
-    """Within it, functions of torch give a row the bits that it has among any other rows."""
-    if getattr(_within, "it", False):  # a second mode would see what the first one calls
+    """Context in which functions of torch give a row the same bits among any other rows."""
+    if getattr(_within, "it", False):  # a second mode would replace the calls of the first
         yield
         return
     _within.it = True
@@ -66,7 +67,7 @@ def _product(
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    """Rows times a matrix, or matrices times as many matrices."""
+    """Products of rows by a matrix, or of matrices by as many matrices."""
     if other.dim() == 2 and input.dim() >= 2:
         return _rows_by(input, other)
     if input.dim() == other.dim() == 3 and input.shape[0] == other.shape[0]:
@@ -85,7 +86,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    """Matrices ``[E, M, K]`` times ``[E, K, N]``, one by one: products of many at once have other kernels."""
+    """Matrices ``[E, M, K]`` times ``[E, K, N]``, one by one, since batched products use other kernels."""
     if not input.shape[0]:
         return torch.bmm(input, mat2)
     return torch.stack([_rows_by(rows, matrix) for rows, matrix in zip(input, mat2, strict=True)])

@@ -1,6 +1,6 @@
-"""Layers of a model are changed for as long as somebody needs them so: ``enable``, a pool, a session.
+"""Changes of a model's layers for as long as a holder needs them: ``enable``, a pool or a session.
 
-All wishes together count: layers are batch invariant or packed if one of those who hold the model wants that.
+Layers are batch invariant or packed while at least one holder wishes it.
 """
 
 from collections import Counter
@@ -39,16 +39,16 @@ from kvloom.ops.invariance import BatchInvariance, why_not_batch_invariant
 
 _CHANGES: Final = "_kvloom_layers"
 _RECURRENT: Final = ("A_log", "recurrent_param", "slope_rate")
-"""Parameters and buffers of layers that keep a state of all tokens."""
+"""Names of parameters and buffers that only layers with recurrent states have."""
 
 
 class Wish(NamedTuple):
-    """What somebody needs of the layers of a model.
+    """Changes of a model's layers that a holder needs.
 
     Attributes:
-        batch_invariant: Every row has the same bits among any others.
+        batch_invariant: Whether a row has the same bits among any other rows.
         pack: A value of ``PACKS``.
-        attention: Attention is ``BatchInvariance``, which may take time.
+        attention: Whether attention uses ``BatchInvariance``, which may take more time.
     """
 
     batch_invariant: bool
@@ -60,17 +60,17 @@ NO_WISH: Final = Wish(False, False)
 
 
 def expect_wish(model: Any, batch_invariant: bool | None, pack: bool | str, is_free: bool = False) -> Wish:
-    """What these arguments of a public function ask for.
+    """The wish for these arguments of a public function.
 
     Args:
         model: A model.
-        batch_invariant: ``None`` for wherever that takes no more time: in bfloat16, and packed.
+        batch_invariant: True, False, or ``None`` for wherever it takes no more time: in bfloat16, and packed.
         pack: A value of ``PACKS``.
-        is_free: Whether it takes no more time in every dtype.
+        is_free: Whether batch invariance takes no more time in any dtype.
 
     Raises:
-        ArgumentError: there is no such value.
-        UnsupportedError: the model is not on the CPU, for which alone both are made.
+        ArgumentError: an argument has another value.
+        UnsupportedError: one is wished, and the model is not on the CPU.
     """
     if not (batch_invariant is None or isinstance(batch_invariant, bool)):
         raise ArgumentError(f"batch_invariant must be True, False or None, got {batch_invariant!r}")
@@ -86,11 +86,11 @@ def expect_wish(model: Any, batch_invariant: bool | None, pack: bool | str, is_f
 
 @dataclass
 class LayerReport:
-    """Which layers of a model are batch invariant and packed, and which are not.
+    """Report on the layers of a model that are batch invariant and packed, and on those that are not.
 
     Attributes:
-        batch_invariant: Whether somebody wants that.
-        rules: Numbers of linear layers by the rows that they are padded to.
+        batch_invariant: Whether a holder wishes batch invariance.
+        rules: Numbers of linear layers by their padding rule, as text.
         packed: Number of packed layers.
         packed_bytes: Bytes of their packed weights.
         not_packed: Names of linear layers that could not be packed, by the reason.
@@ -110,7 +110,7 @@ class LayerReport:
         return self.batch_invariant and not self.not_invariant
 
     def summary(self) -> dict[str, Any]:
-        """The same for JSON, with numbers of layers in the place of names; ``batch_invariant`` if all are."""
+        """The report for JSON, with counts instead of names; ``batch_invariant`` is ``holds``."""
         return {
             "batch_invariant": self.holds,
             "rules": dict(self.rules),
@@ -126,14 +126,14 @@ def _counts(names: dict[str, list[str]]) -> dict[str, int]:
 
 
 def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
-    """Let the layers of a model be as one of those who hold it wants, beside what others want.
+    """Change the layers of a model for a holder, in addition to the wishes of other holders.
 
     Args:
         model: The model.
-        holder: Names who wants it, and replaces what it wanted before.
-        wish: What it wants.
+        holder: Name of the holder, whose earlier wish is replaced.
+        wish: Wish of the holder.
 
-    Whatever is raised, such as a MemoryError, the layers are as before.
+    If an error is raised, such as a MemoryError, the layers are as before.
     """
     changes = getattr(model, _CHANGES, None)
     if changes is None:
@@ -155,7 +155,7 @@ def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
 
 
 def release_layers(model: nn.Module, holder: str) -> None:
-    """Take back ``hold_layers``; the layers are as before once nobody wants anything."""
+    """Undo ``hold_layers`` for a holder; without holders the layers are as before."""
     changes = getattr(model, _CHANGES, None)
     if changes is None or changes.wishes.pop(holder, None) is None:
         return
@@ -166,7 +166,7 @@ def release_layers(model: nn.Module, holder: str) -> None:
 
 
 def report_layers(model: Any) -> LayerReport:
-    """What was made of the layers of a model.
+    """Report on the changes of a model's layers.
 
     Args:
         model: A ``PreTrainedModel`` that was given to ``enable``, a pool or a session.
@@ -182,7 +182,7 @@ def report_layers(model: Any) -> LayerReport:
         why_not = why_not_batch_invariant(model.dtype)
         if why_not is not None:
             report.not_invariant[f"{why_not}, unless batch_invariant=True"] = ["attention"]
-    # A thread of a session may be changing layers meanwhile.
+    # A session's thread may change layers at the same time.
     weights = [getattr(x, "packed", None) for x in model.modules() if isinstance(x, PackedRows)]
     packed = [x for x in weights if x is not None and x.tensor is not None]
     report.packed, report.packed_bytes = len(packed), sum(x.nbytes for x in packed)
@@ -190,14 +190,14 @@ def report_layers(model: Any) -> LayerReport:
 
 
 class _Changes:
-    """What was changed of a model. Refers to no module, so that copies of the model may share it.
+    """Changes of a model. It has no reference to a module, so copies of the model can share it.
 
     Attributes:
-        wishes: What each of those who hold the model wants.
-        report: What was made of it.
-        hook: Looks at the layers before each forward.
-        conditions: What rules were found for.
-        attention: What somebody wants of attention.
+        wishes: Wish of each holder.
+        report: Report on the changes.
+        hook: Handle of the hook that checks the layers before each forward.
+        conditions: Result of ``conditions_of`` for which rules were found.
+        attention: Batch invariance of attention while a holder wishes it, else ``None``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -208,7 +208,7 @@ class _Changes:
         self.attention: BatchInvariance | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Change the layers to what is wanted now."""
+        """Change the layers to the union of the present wishes."""
         packs = {str(wish.pack): wish.pack for wish in self.wishes.values()}
         wish = Wish(
             any(wish.batch_invariant for wish in self.wishes.values()),
@@ -242,7 +242,7 @@ class _Changes:
 
 
 def _note(report: LayerReport, name: str, layer: nn.Module) -> None:
-    """Count a layer that is padded, and name one whose rows may differ."""
+    """Add a layer to the report: count its rule, or name why its rows may differ."""
     reason = ""
     if any(x in _RECURRENT for x in (*layer._parameters, *layer._buffers)):
         reason = "recurrent states depend on how a text is cut"
@@ -258,7 +258,7 @@ def _note(report: LayerReport, name: str, layer: nn.Module) -> None:
 
 
 class _BeforeForward:
-    """Before a forward: rules are those of the present threads, packed weights those of the layers."""
+    """Forward pre-hook that updates rules after a change of threads, and packed weights after a write."""
 
     def __init__(self, changes: _Changes) -> None:
         self._changes = changes
@@ -278,11 +278,11 @@ class _BeforeForward:
 
 
 _PACKED_LAYERS: Final[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()
-"""Layers of models whose weights are looked at before each forward, since they were changed last."""
+"""Packed layers of each model whose weights are checked before each forward; cleared by ``apply``."""
 
 
 def why_not_separate(model: nn.Module) -> dict[str, str]:
-    """Names of linear layers whose weights are not theirs alone, which are not packed, and why not."""
+    """Reasons why linear layers share their weights and are not packed, by name of the layer."""
     parameters = (p for module in model.modules() for p in module._parameters.values() if p is not None)
     owners = Counter(map(id, parameters))
     adapted = {id(x) for module in model.modules() if hasattr(module, "base_layer") for x in module.modules()}
@@ -296,30 +296,30 @@ def why_not_separate(model: nn.Module) -> dict[str, str]:
 
 
 def _read_by_attention(model: nn.Module) -> dict[str, str]:
-    """Names of linear layers whose weights attention reads, in the usual order: of latents of MLA."""
+    """Reasons for linear layers of MLA whose weights attention reads in the usual order, by name."""
     owners = (name for name, module in model.named_modules() if hasattr(type(module), EXPAND))
     return dict.fromkeys((f"{name}.kv_b_proj" for name in owners), "attention reads the weight")
 
 
 def packable_bytes(model: nn.Module) -> int:
-    """The most that packed weights of a model take, where its dtype can be packed; it needs no data."""
+    """Upper bound of the bytes of a model's packed weights, if its dtype can be packed; needs no data."""
     reasons = why_not_separate(model)
     layers = [x for name, x in model.named_modules() if kind_of(x) in LINEAR and name not in reasons]
     return sum(most_packed_bytes(matrix_of(layer)) for layer in layers)
 
 
 def conditions_of(model: Any) -> tuple[Any, ...]:
-    """What rules depend on, beside the shapes of layers."""
+    """Number of threads and dtype, on which rules depend beside the shapes of layers."""
     return torch.get_num_threads(), next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def kind_of(layer: nn.Module) -> type[nn.Module]:
-    """The class that a layer has when it is not changed."""
+    """The original class of a layer."""
     return layer.original if isinstance(layer, Invariant) else type(layer)
 
 
 def change_other(layer: nn.Module, wish: Wish) -> None:
-    """Make a module that is no linear layer batch invariant, or what it was."""
+    """Make a module that is no linear layer batch invariant, or restore it."""
     kind = kind_of(layer)
     wanted = invariant_class(kind) if wish.batch_invariant else None
     if type(layer) is not (wanted or kind):
@@ -327,7 +327,7 @@ def change_other(layer: nn.Module, wish: Wish) -> None:
 
 
 def change_linear(layer: Any, wish: Wish) -> None:
-    """Make a linear layer what is wished, or what it was."""
+    """Make a linear layer batch invariant or packed as wished, or restore it."""
     kind, batch_invariant, pack = kind_of(layer), wish.batch_invariant, wish.pack
     packed: dict[Any, Any] = PACKED_ONLY if pack == "only" else PACKED
     wanted: Any = packed[kind] if pack else None

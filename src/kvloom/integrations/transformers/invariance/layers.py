@@ -1,7 +1,7 @@
-"""Classes that layers of a model have while it is batch invariant: a row has the same bits among any others.
+"""Classes of batch invariant layers, which give a row the same bits among any other rows.
 
-They are children of the classes that the layers have otherwise, with the same weights, so whoever looks for a
-``nn.Linear`` finds it. In graphs that torch compiles they compute what their parents compute.
+They are subclasses of the layers' original classes and have the same weights, so ``isinstance(layer,
+nn.Linear)`` stays true. In graphs that torch compiles they compute like their parents.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -20,16 +20,16 @@ from kvloom.integrations.transformers.invariance.inline import INLINE, invariant
 from kvloom.integrations.transformers.invariance.rules import Product, RowRule, linear, matmul
 
 _LIBRARY: Final = ("torch.", "transformers.modeling_", "transformers.utils.", "transformers.generation.")
-"""Modules of classes whose code computes nothing itself."""
+"""Python modules of base classes whose code computes nothing itself."""
 _ACTIVATIONS: Final = ("torch.nn.modules.activation", "transformers.activations")
 
 
 class Invariant:
-    """What a layer is changed into.
+    """Mixin of the classes that layers are changed into.
 
     Attributes:
-        original: The class that it had.
-        numerics: In which respect its results have other bits.
+        original: The layer's original class.
+        numerics: Word for the change of its results.
     """
 
     original: type[nn.Module]
@@ -59,10 +59,10 @@ class InvariantConv1D(InvariantRows, Conv1D):  # type: ignore[misc]
 
 
 class InvariantActivation(Invariant):
-    """An elementwise module."""
+    """An elementwise module, computed by ``elementwise``."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Of any shape."""
+        """Result for an input of any shape, with the same shape."""
         function = super().forward  # type: ignore[misc]
         if torch.compiler.is_compiling():
             result: Tensor = function(input, *args, **kwargs)
@@ -74,7 +74,7 @@ class InvariantModule(Invariant):
     """A module that calls products and activations as functions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As its parent's."""
+        """The parent's forward within ``invariant_calls``."""
         forward = super().forward  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
@@ -83,7 +83,7 @@ class InvariantModule(Invariant):
 
 
 LINEAR: Final = {nn.Linear: (InvariantLinear, linear), Conv1D: (InvariantConv1D, matmul)}
-"""Classes of linear layers, those that they are changed into, and their products."""
+"""For each class of linear layers, its batch invariant class and its product."""
 
 
 def matrix_of(layer: Any) -> Tensor:
@@ -93,7 +93,7 @@ def matrix_of(layer: Any) -> Tensor:
 
 
 def invariant_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """What a layer of a class that is not linear is changed into; ``None`` where nothing is needed."""
+    """The batch invariant class for a class of layers that are not linear; ``None`` if none is needed."""
     if kind not in _CLASSES:
         _CLASSES[kind] = _make_class(kind)
     return _CLASSES[kind]
@@ -104,7 +104,7 @@ _CLASSES: Final[dict[type[nn.Module], type[nn.Module] | None]] = {}
 
 def _make_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     is_activation = kind.__module__ in _ACTIVATIONS and kind is not nn.MultiheadAttention
-    is_own_linear = issubclass(kind, nn.Linear)  # which may call the product as an operator
+    is_own_linear = issubclass(kind, nn.Linear)  # it may call the product as an operator
     if kind.__module__.startswith("torch.") and not is_activation:
         return None
     if not is_own_linear and INLINE.isdisjoint(_names(kind)):
@@ -115,7 +115,7 @@ def _make_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _names(kind: type) -> set[str]:
-    """Names that the code of a class refers to, without what it inherits of libraries."""
+    """Names that the code of a class refers to, without code that it inherits from libraries."""
     names: set[str] = set()
     for owner in kind.__mro__:
         if owner is kind or not f"{owner.__module__}.".startswith(_LIBRARY):
@@ -137,7 +137,7 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def _reduce(self: Any, _protocol: Any) -> tuple[Any, ...]:
-    """For copies and pickle, which cannot import a class that is made here."""
+    """Reduction for ``copy`` and ``pickle``, which cannot import a class that is made here."""
     return _new, (type(self).original,), vars(self)
 
 

@@ -1,7 +1,7 @@
 """Linear layers whose weights are kept in oneDNN's order only, which takes the memory of one copy.
 
-``state_dict`` and whoever reads ``layer.weight`` get a copy in the usual order, and ``load_state_dict`` and
-``model.to`` pack anew.
+``state_dict`` and ``layer.weight`` give a copy in the usual order. ``load_state_dict`` and ``model.to`` pack
+the new weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class PackedOnly(PackedRows):
 
     @property
     def weight(self) -> Any:
-        """A copy in the usual order, made at each use, that cannot be written."""
+        """A read-only copy of the weight in the usual order, made at each use."""
         return _Weight.of(self.packed.dense(self))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -51,7 +51,7 @@ class PackedOnly(PackedRows):
             return self._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: with the weight in the usual order."""
+        """State for pickle, with the weight in the usual order."""
         return super().__getstate__() | {"_dense": self.packed.dense(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,11 +71,11 @@ class PackedOnlyConv1D(PackedOnly, Conv1D):  # type: ignore[misc]
 
 
 PACKED_ONLY: Final = {nn.Linear: PackedOnlyLinear, Conv1D: PackedOnlyConv1D}
-"""Classes of linear layers, and those of layers that are packed only."""
+"""For each class of linear layers, its class with a packed weight only."""
 
 
 def keep_packed_only(layer: Any, kind: type[PackedOnly], is_invariant: bool) -> None:
-    """Pack a layer of the original class and let its weight go; a weight that cannot be packed stays."""
+    """Pack a layer of the original class and free its weight; a weight that cannot be packed stays."""
     packed = PackedWeight(layer, is_invariant)
     if packed.tensor is None:
         return
@@ -87,7 +87,7 @@ def keep_packed_only(layer: Any, kind: type[PackedOnly], is_invariant: bool) -> 
 
 @contextmanager
 def _unpacked(layer: Any) -> Iterator[None]:
-    """While a layer has its weight and its original class."""
+    """Context in which a layer has its weight and its original class."""
     kind, is_invariant = type(layer), layer.packed.is_invariant
     unpack(layer)
     try:
@@ -97,7 +97,7 @@ def _unpacked(layer: Any) -> Iterator[None]:
 
 
 def unpack(layer: Any) -> None:
-    """Give a layer its weight and its original class back."""
+    """Restore a layer's weight and its original class."""
     kind, packed = type(layer), layer.__dict__.pop("packed")
     with torch.no_grad():
         weight = nn.Parameter(packed.dense(layer), requires_grad=layer.__dict__.pop("requires_grad"))

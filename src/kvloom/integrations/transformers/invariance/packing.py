@@ -1,7 +1,7 @@
 """Linear layers whose weights are also, or only, kept in the order in which oneDNN reads them.
 
-torch's own operators do both: ``mkldnn::_reorder_linear_weight`` and ``mkldnn::_linear_pointwise``, which
-``torch.compile`` uses where it freezes weights. A product of few rows then takes less time, and has the same
+torch's operators ``mkldnn::_reorder_linear_weight`` and ``mkldnn::_linear_pointwise`` pack and multiply;
+``torch.compile`` uses them to freeze weights. A product of few rows then takes less time, and has the same
 bits for every number of rows from two on.
 
 Shapes: M rows, K inputs, N outputs.
@@ -26,11 +26,11 @@ _LINEAR: Final[Any] = (
     torch.ops.mkldnn._linear_pointwise.default if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
 )
 _ROWS: Final = 8
-"""For how many rows oneDNN is asked to order weights; it takes one order for all numbers here."""
+"""Number of rows for which oneDNN orders weights; the order is the same for all numbers used here."""
 _BLOCK: Final = 64
-"""oneDNN rounds inputs and outputs up to whole blocks, of 16, 32 or 64 by dtype, size and instruction set."""
+"""Largest block to which oneDNN rounds K and N up: 16, 32 or 64 by dtype, size and instruction set."""
 _FASTEST: Final = 4
-"""Rows of float32 that take less time than fewer, which wait longer for memory."""
+"""Number of float32 rows that take less time than fewer rows, which wait longer for memory."""
 
 
 def why_not_packable(weight: Tensor) -> str:
@@ -56,13 +56,13 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def most_packed_bytes(weight: Tensor) -> int:
-    """The most that a packed weight ``[N, K]`` takes, and all of that if 64 divides both; needs no data."""
+    """Upper bound of the bytes of a packed weight ``[N, K]``, exact if 64 divides both; needs no data."""
     rows, columns = (-(-n // _BLOCK) * _BLOCK for n in weight.shape)
     return rows * columns * weight.element_size()
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Product:
-    """``[M, K]`` by ``weight`` ``[N, K]`` and ``bias`` ``[N]``, which is packed for it."""
+    """The product of ``[M, K]`` by ``weight`` ``[N, K]``, which is packed first, and ``bias`` ``[N]``."""
     return partial(_multiply, pack(weight), bias)
 
 
@@ -75,10 +75,10 @@ class PackedWeight:
     """The weight of one layer in oneDNN's order.
 
     Attributes:
-        tensor: It; ``None`` if the weight cannot be packed any more.
-        dtype: Of the weight.
-        rule: To how many rows products are padded.
-        nbytes: Bytes that it takes, with what fills its blocks.
+        tensor: The packed weight; ``None`` if the weight cannot be packed any more.
+        dtype: Dtype of the weight.
+        rule: Rule by which rows of products are padded.
+        nbytes: Bytes of the packed weight, with the padding of its blocks.
         is_invariant: Whether products are padded.
     """
 
@@ -90,7 +90,7 @@ class PackedWeight:
         self.update(layer)
 
     def update(self, layer: Any) -> None:
-        """Pack what the weight of the layer is now."""
+        """Pack the present weight of the layer."""
         weight, matrix = layer.weight, matrix_of(layer)
         self._seen = (version_of(weight), address_of(weight))
         self._place = sample_place(weight)
@@ -109,15 +109,15 @@ class PackedWeight:
                 self.rule = replace(self.rule, least=max(self.rule.least, _FASTEST))
 
     def forget_weight(self) -> None:
-        """Hold the weight no longer, which is then packed only."""
+        """Drop the reference to the weight of a layer that becomes packed only."""
         self._place = None
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether a weight is what was packed, as far as torch counts what is written."""
+        """Whether a weight is the one that was packed, by torch's count of writes and its address."""
         return self._seen == (version_of(weight), address_of(weight))
 
     def is_sampled_of(self, weight: Tensor) -> bool:
-        """As ``is_of``, and a sample of bytes is the same: what torch does not count changes them."""
+        """As ``is_of``, and a sample of bytes is the same, since torch does not count all writes."""
         return self.is_of(weight) and self._read_sample() == self._sample
 
     def dense(self, layer: Any) -> Tensor:
@@ -132,7 +132,7 @@ class PackedWeight:
 
 
 class PackedRows(InvariantRows):
-    """A linear layer that is computed from its packed weight, and keeps the weight."""
+    """A linear layer that computes with its packed weight, and also keeps the weight."""
 
     numerics = "packed"
     packed: PackedWeight
@@ -144,7 +144,7 @@ class PackedRows(InvariantRows):
         if torch.compiler.is_compiling():
             return super().forward(input)
         packed, bias = self.packed, self.bias
-        weight = self._parameters.get("weight")  # not there if it is packed only
+        weight = self._parameters.get("weight")  # ``None`` if the layer is packed only
         if weight is not None and not packed.is_of(weight):
             packed.update(self)
         tensor, is_usual = packed.tensor, input.dtype is packed.dtype and input.dim() > 1
@@ -163,7 +163,7 @@ class PackedRows(InvariantRows):
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, which cannot write oneDNN's tensors."""
+        """State for pickle, which cannot write oneDNN's tensors."""
         return {name: value for name, value in vars(self).items() if name != "packed"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,4 +181,4 @@ class PackedConv1D(PackedRows, Conv1D):  # type: ignore[misc]
 
 
 PACKED: Final = {nn.Linear: PackedLinear, Conv1D: PackedConv1D}
-"""Classes of linear layers, and those of layers that keep both."""
+"""For each class of linear layers, its class that keeps both weights."""

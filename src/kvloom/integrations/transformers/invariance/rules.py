@@ -1,8 +1,8 @@
-"""Batch invariance of matrix products: to how many rows must they be padded, found by trying.
+"""Batch invariance of matrix products: rules for padding rows, found by trying products.
 
-A product of a matrix with few rows takes another kernel than one with many, and sums in another order. Which
-numbers of rows share one order depends on the library behind torch, the processor, the dtype and the number
-of threads. So products are tried, and the rule that costs least and holds is taken.
+A matrix with few rows is multiplied by another kernel than one with many, which adds in another order. Which
+numbers of rows share an order depends on the library behind torch, the processor, the dtype and the number
+of threads. So products are tried, and the cheapest rule that holds is taken.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -20,14 +20,14 @@ Product = Callable[[Tensor], Tensor]
 """``[M, K]`` to ``[M, N]``."""
 
 _COUNTS: Final = (*range(1, 18), 24, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128, 129, 255, 256, 257, 512, 700)
-"""Numbers of rows that a small layer is tried with."""
+"""Numbers of rows with which a small layer is tried."""
 _FEW: Final = 37
-"""Most rows that a large layer is tried with, so that it takes milliseconds."""
+"""Largest number of rows with which a large layer is tried, so that it takes milliseconds."""
 _SMALL_OUTPUTS, _SMALL_INPUTS = 128, 512
 _SMALL: Final = _SMALL_OUTPUTS * _SMALL_INPUTS
-"""Weights of a layer that is tried with all numbers of rows."""
+"""Largest number of weights of a small layer, which is tried with all numbers of rows."""
 _MOST_OUTPUTS: Final = 512
-"""Of a layer that is tried: more are computed by the same kernels."""
+"""Largest number of outputs that are tried; more are computed by the same kernels."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class RowRule:
     tile: bool = False
 
     def padded(self, count: int) -> int:
-        """The number of rows to compute for ``count`` of them, which are at least one."""
+        """Number of rows to compute for ``count`` rows; ``count`` must be at least 1."""
         return max(self.least, -(-count // self.multiple) * self.multiple)
 
     def apply(self, product: Product, rows: Tensor) -> Tensor:
-        """A product ``[M, N]`` of rows ``[M, K]``, padded with copies of these rows."""
+        """The product ``[M, N]`` of rows ``[M, K]``, which are padded with copies of themselves."""
         count = rows.shape[0]
         if not count:
             return product(rows)
@@ -70,7 +70,7 @@ class RowRule:
 
 
 NONE: Final = RowRule(1)
-"""Nothing is padded, where that is not wanted."""
+"""Rule that pads nothing."""
 _RULES: Final = (
     RowRule(2),
     RowRule(4),
@@ -81,7 +81,7 @@ _RULES: Final = (
     RowRule(32, 32, tile=True),
     RowRule(1, tile=True),
 )
-"""The cheapest first; one row at a time has the same bits whatever else is there."""
+"""All rules, the cheapest first; the last one, one row at a time, always holds."""
 
 
 def pad_rows(rows: Tensor, target: int) -> Tensor:
@@ -96,8 +96,8 @@ def find_rule(product: Product, row: Tensor, counts: Sequence[int] = _COUNTS) ->
     """The cheapest rule with which a product gives a row ``[1, K]`` the same bits at every place.
 
     Args:
-        product: The product, of which other orders of adding must have other results.
-        row: A row; all rows are tried with copies of it, since none reads another.
+        product: The product, whose results must differ if the order of adding differs.
+        row: A row; matrices of copies of it are tried, since rows are independent.
         counts: Numbers of rows to try.
     """
     trial = _Trial(product, row)
@@ -110,7 +110,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def matmul(weight: Tensor, bias: Tensor | None) -> Product:
-    """As ``linear``, by ``torch.mm`` and ``torch.addmm``, where ``weight`` is a transposed matrix."""
+    """As ``linear``, by ``torch.mm`` and ``torch.addmm``; ``weight`` is a transposed matrix."""
     matrix = weight.t()
     if bias is None:
         return partial(torch.mm, mat2=matrix)
@@ -125,7 +125,7 @@ def rule_of(
     Args:
         weight: ``[N, K]``.
         bias: ``[N]``, or ``None``.
-        prepare: Makes the product of a weight and a bias; called with some rows of both.
+        prepare: Function that makes the product of a weight and a bias; called with some rows of both.
     """
     threads = torch.get_num_threads()
     key = (prepare, weight.shape, weight.stride(), weight.dtype, bias is not None, threads)
@@ -148,27 +148,27 @@ def _search(
     product = prepare(like, None if bias is None else bias.new_zeros(outputs))
     if outputs * inputs <= _SMALL:
         return find_rule(product, row)
-    # Of the small layer first, so that few numbers of rows must be tried with a large one.
+    # The rule of a small layer is found first, so that the large one is tried with few numbers of rows.
     usual = rule_of(weight[:_SMALL_OUTPUTS, :_SMALL_INPUTS], bias, prepare)
     trial = _Trial(product, row)
     return next(rule for rule in _RULES[_RULES.index(usual) :] if trial.holds(rule, _few(rule)))
 
 
 def _few(rule: RowRule) -> tuple[int, ...]:
-    """Numbers of rows that tell whether the rule of a small layer is right for a large one, too."""
+    """Numbers of rows that show whether the rule of a small layer also holds for a large one."""
     return rule.least, rule.least + (rule.multiple if rule.multiple > 1 else 3), _FEW
 
 
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A weight ``[N, K]`` and a row ``[1, K]`` whose products sum to zero.
 
-    What is computed for the sum is rounding alone, so that another order of adding, or another rounding of
-    products, has another result in every dtype, where that of other weights is mostly rounded to the same
+    The computed sum consists of rounding errors alone. So another order of adding, or another rounding of
+    products, has another result in every dtype. Sums of other weights would mostly be rounded to the same
     bits.
     """
     generator = torch.Generator().manual_seed(0)
     half, distinct = inputs // 2, min(outputs, 32)
-    spread = 6 if dtype == torch.float16 else 10  # of exponents, so that sums are rounded
+    spread = 6 if dtype == torch.float16 else 10  # range of exponents, wide enough that sums are rounded
     values = torch.randn(distinct, half, generator=generator)
     values *= torch.randint(-spread, spread + 1, values.shape, generator=generator).exp2()
     values = values.to(dtype)
@@ -180,7 +180,7 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 class _Trial:
-    """Results of a product for copies of one row, each number of rows computed once."""
+    """Results of a product for matrices of copies of one row, computed once for each number of rows."""
 
     def __init__(self, product: Product, row: Tensor) -> None:
         self._product, self._row = product, row
@@ -196,7 +196,7 @@ class _Trial:
         return first is not None and all(x is not None and torch.equal(first, x) for x in results)
 
     def _result(self, count: int) -> Tensor | None:
-        """The result ``[N]`` of every row; ``None`` where places differ."""
+        """The result ``[N]`` of every row; ``None`` if rows differ."""
         if count not in self._results:
             rows = self._product(self._row.repeat(count, 1))
             self._results[count] = rows[0] if bool((rows == rows[:1]).all()) else None

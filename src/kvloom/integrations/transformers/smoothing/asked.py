@@ -1,4 +1,4 @@
-"""Where key smoothing is asked for, and what is said of it."""
+"""Key smoothing for a cache format, and the report on it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing
 
 
 def smoothing_for(model: Any, kv: str | Path) -> tuple[LayerSmoothing, ...]:
-    """How keys of each layer of a model are to be smoothed that are kept as ``kv`` says; empty if none are.
+    """Smoothing of each layer of a model for the format ``kv``; empty if the format smooths no keys.
 
     Raises:
-        ArgumentError: ``kv`` is no such kind or plan.
+        ArgumentError: ``kv`` is no format string or plan.
     """
     names = [keys for keys, _ in BitPlan.load(kv, "kv").layers] if is_plan(kv) else [kv]
     kinds = [parse_kind("kv", name) for name in names]
@@ -23,11 +23,11 @@ def smoothing_for(model: Any, kv: str | Path) -> tuple[LayerSmoothing, ...]:
 
 
 def smoothing_report(format: CacheFormat, smoothing: Sequence[LayerSmoothing]) -> dict[str, list[int]]:
-    """Numbers of layers by what was done to smooth their keys, and why not more.
+    """Numbers of layers by the reason that says how their keys are smoothed.
 
     Args:
-        format: As ``cache_format`` made it.
-        smoothing: That which it was made with.
+        format: Result of ``cache_format``.
+        smoothing: Smoothing with which it was made.
     """
     said: dict[str, list[int]] = {}
     for i, layer in enumerate(smoothing):

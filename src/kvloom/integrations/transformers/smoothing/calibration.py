@@ -1,4 +1,4 @@
-"""A model reads pseudo-random tokens, and what its attention gets decides how its keys are smoothed."""
+"""Calibration of key smoothing: a model reads pseudo-random tokens, and its keys and queries are measured."""
 
 import inspect
 from collections.abc import Iterator
@@ -22,21 +22,21 @@ from kvloom.integrations.transformers.smoothing.rotations import frequencies_of,
 def smoothing_of(model: Any) -> tuple[LayerSmoothing, ...]:
     """The key smoothing of each layer of a model's cache, by ``layer_idx``; tensors are on the CPU.
 
-    The model reads 256 pseudo-random tokens, as it is now: with its weights, adapters and hooks. What is
-    found is kept beside the model for each of its last states, so an unchanged model has the same objects.
-    Numbers are rounded to coarse steps, so that in another process they are most often the same. They need
-    not be, as models round otherwise with other threads, processors and dtypes: who shares keys must compare
-    ``KeySmoothing.digest``.
+    The model reads 256 pseudo-random tokens with its present weights, adapters and hooks. Results are kept
+    with the model for each of its last states, so an unchanged model has the same objects. Numbers are
+    rounded to coarse steps, so that they are most often the same in another process. They may differ, since
+    models round differently with other threads, processors and dtypes: compare ``KeySmoothing.digest`` before
+    sharing keys.
 
-    Nothing of the model changes: training mode, configuration, hooks and the state of random numbers are as
-    before, also if the model raises.
+    The model is unchanged afterwards, also if it raises: training mode, configuration, hooks and the state of
+    random numbers.
 
     Args:
         model: A ``PreTrainedModel`` that generates, or a ``PeftModel`` around one.
 
     Returns:
-        One for each layer. A layer that could not be measured has none, and a reason; so have all layers of a
-        model that raises. Never raises for what a model does.
+        One item for each layer. A layer that could not be measured has no smoothing and a reason, and so have
+        all layers of a model that raises. Errors of the model are never raised.
     """
     return once_per_state(model, calibrate)
 
@@ -44,8 +44,8 @@ def smoothing_of(model: Any) -> tuple[LayerSmoothing, ...]:
 def calibrate(model: Any) -> tuple[LayerSmoothing, ...]:
     """The smoothing of each layer of a model in its present state.
 
-    A model with RoPE reads the tokens in two rows, at other positions: a key of the second row is that of the
-    first, turned by the shift. This tells which channels are pairs, and by which frequencies they turn.
+    A model with RoPE reads the tokens in two rows at different positions. A key of the second row is that of
+    the first, rotated by the shift. This shows which channels are pairs, and their frequencies.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     num_layers = _num_layers(base)
@@ -53,7 +53,7 @@ def calibrate(model: Any) -> tuple[LayerSmoothing, ...]:
         with _undisturbed(model):
             recorder, shift = _read(model, base)
             turns = frequencies_of(base) if shift else []
-            # Without a second row it is known of a model without RoPE alone how its keys turn.
+            # Without a second row the rotation of keys is known only if the model has no RoPE.
             still = not shift and not names_rope(base)
             return tuple(_layer(base, recorder, layer, turns, shift, still) for layer in range(num_layers))
     except Exception as error:  # whatever a model raises on tokens that are no text
@@ -62,7 +62,7 @@ def calibrate(model: Any) -> tuple[LayerSmoothing, ...]:
 
 
 def _read(model: Any, base: Any) -> tuple[Recorder, int]:
-    """What attention got in a forward, and the shift of positions."""
+    """Run a forward; returns the recorder, and the shift of positions."""
     inputs, shift = _inputs_of(base)
     recorder = Recorder()
     own = recorder.cache(_text_config(base))
@@ -88,7 +88,7 @@ def _layer(
 
 
 def _inputs_of(model: Any) -> tuple[dict[str, Any], int]:
-    """Arguments of ``forward``, and the shift of the second row's positions, 0 for no such row."""
+    """Arguments of ``forward``, and the shift of the second row's positions, 0 without a second row."""
     parameters = inspect.signature(model.forward).parameters
     decoder = "decoder_" if model.config.is_encoder_decoder else ""
     is_placed = f"{decoder}position_ids" in parameters
@@ -107,7 +107,7 @@ def _inputs_of(model: Any) -> tuple[dict[str, Any], int]:
 
 
 def _longest(model: Any) -> int:
-    """Tokens up to which a model reads with the frequencies that short texts have."""
+    """Number of tokens up to which a text has the RoPE frequencies of short texts."""
     longest = longest_of(_text_config(model))
     dynamic = dynamic_rope(model)
     return longest if dynamic is None else min(longest, dynamic.limit)
@@ -131,7 +131,7 @@ def _device_of(model: Any) -> torch.device:
 
 
 def _num_layers(model: Any) -> int:
-    """Layers of the model's cache."""
+    """Number of layers of the model's cache."""
     used = {getattr(module, "layer_idx", None) for module in _decoder_of(model).modules()}
     named = len(DynamicCache(config=_text_config(model)).layers)
     numbers = [x for x in used if isinstance(x, int)]
@@ -159,7 +159,7 @@ def _why_no_keys(model: Any, layer: int) -> str:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Within this context modules are in evaluation mode and nothing is compiled; then all is as before."""
+    """Context in which modules are in evaluation mode and nothing is compiled; restored at the end."""
     was_training = [module for module in model.modules() if module.training]
     devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
     for module in was_training:

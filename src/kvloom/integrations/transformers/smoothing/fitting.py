@@ -1,4 +1,4 @@
-"""Offsets and gains of one layer, from some of its keys and the size of its queries.
+"""Offsets and gains of one layer, fitted to some of its keys and the size of its queries.
 
 Shapes: H key/value heads, Hq query heads, T tokens, D head dim, P pairs of channels.
 """
@@ -14,20 +14,20 @@ from kvloom.ops.offsets import KeyOffset
 from kvloom.ops.smoothing import KeySmoothing
 
 _SKIPPED: Final = 4
-"""First tokens that do not count: keys of the very first ones are like no others."""
+"""Number of first tokens that are skipped, since their keys are unlike all others."""
 _MOST_PAIRS: Final = 8
 _WORTH: Final = 0.05
-"""Part of a head's error that an offset of a pair must remove."""
+"""Least part of a head's error that the offset of a pair must remove."""
 _SMALLEST: Final = 1 / 64
-"""Of keys and queries of a channel, relative to the median of a head; of gains."""
+"""Least size of keys and queries of a channel, relative to the median of a head; least gain."""
 
 
 class LayerSmoothing(NamedTuple):
-    """How the keys of a layer are to be smoothed.
+    """Key smoothing of a layer.
 
     Attributes:
-        smoothing: ``None`` if keys are stored as they are.
-        reason: What was done, and why not more.
+        smoothing: Smoothing of the keys; ``None`` if keys are stored unchanged.
+        reason: Sentence that says how keys are smoothed, or why they are not.
     """
 
     smoothing: KeySmoothing | None
@@ -38,11 +38,12 @@ def fit(key: Tensor, power: Tensor, turns: Sequence[Tensor], shift: int, still: 
     """The smoothing of a layer; tensors are on the CPU.
 
     Args:
-        key: ``[B, H, T, D]``, B is 2 with ``shift``: the same tokens that many positions further on.
+        key: ``[B, H, T, D]``. With ``shift`` B is 2, and the second row has the same tokens ``shift``
+            positions later.
         power: ``[Hq, D]``, mean squares of queries.
         turns: Frequencies that RoPE may have.
-        shift: 0 for none.
-        still: Whether it is known that keys do not turn.
+        shift: Shift of positions; 0 without a second row.
+        still: Whether keys are known not to be rotated.
     """
     key = key.float()
     if not bool(key.isfinite().all()) or not bool(power.isfinite().all()):
@@ -72,7 +73,7 @@ def fit(key: Tensor, power: Tensor, turns: Sequence[Tensor], shift: int, still: 
 
 
 def _means(first: Tensor, rotation: Rotation, query: Tensor, turning: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Means of pairs that get an offset, ``[H, P, 2]``, zeros elsewhere; mean squares of what is left."""
+    """Means ``[H, P, 2]`` of pairs that get an offset, else zeros; mean squares ``[H, D]`` without them."""
     before = rotation.before(first)[:, _SKIPPED:]
     mean = before.mean(1)
     spread = (before - mean[:, None]).square().mean((1, 3))  # [H, P], of one channel
@@ -100,7 +101,7 @@ def _means(first: Tensor, rotation: Rotation, query: Tensor, turning: Tensor | N
 
 
 def _evened(squares: Tensor, rotation: Rotation) -> Tensor:
-    """Mean squares ``[H, D]`` of long texts, in which a pair that turns has equal ones."""
+    """Mean squares ``[H, D]`` as in long texts: both channels of a rotated pair have their average."""
     pairs = squares[:, rotation.channels]
     turns = rotation.frequencies.ne(0).unsqueeze(-1)
     evened = squares.clone()
@@ -109,7 +110,7 @@ def _evened(squares: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _explains(before: Tensor) -> Tensor:
-    """``[H, P]``: whether the mean of two thirds of keys ``[H, T, P, 2]`` makes the other third smaller."""
+    """``[H, P]``: whether subtracting the mean of two thirds of ``[H, T, P, 2]`` makes the rest smaller."""
     result = torch.ones(before.shape[0], before.shape[2], dtype=torch.bool, device=before.device)
     thirds = before.tensor_split(3, dim=1)
     for i, third in enumerate(thirds):
@@ -126,9 +127,9 @@ def _rounded(mean: Tensor, spread: Tensor) -> Tensor:
 
 
 def _gains(sizes: Tensor, query: Tensor) -> Tensor:
-    """``[H, D]``, of mean squares of what is stored and of queries.
+    """Gains ``[H, D]`` for mean squares of stored keys and of queries.
 
-    The nearest powers of two, by which keys are divided and queries multiplied without rounding.
+    They are powers of two, so that dividing keys and multiplying queries by them does not round.
     """
     key, query = _bounded(sizes.sqrt()), _bounded(query.sqrt())
     gain = (key / query).sqrt()
@@ -137,12 +138,12 @@ def _gains(sizes: Tensor, query: Tensor) -> Tensor:
 
 
 def _bounded(x: Tensor) -> Tensor:
-    """Channels that are all but dead count as small ones."""
+    """Sizes of channels, at least ``_SMALLEST`` times the median of their head."""
     return torch.maximum(x, x.median(-1, keepdim=True).values * _SMALLEST).clamp(min=1e-12)
 
 
 def _offset(mean: Tensor, rotation: Rotation, head_dim: int) -> KeyOffset:
-    """Of the pairs of each head that have a mean; a head with fewer than others has zeros in further ones."""
+    """Offset of the pairs that have a mean; heads with fewer pairs than others are filled with zeros."""
     mean, channels, frequencies = mean.cpu(), rotation.channels.cpu(), rotation.frequencies.cpu()
     has_mean = mean.ne(0).any(-1)
     count = int(has_mean.sum(1).max())

@@ -1,4 +1,4 @@
-"""Pseudo-random tokens by which a model is asked how its keys are to be smoothed, wherever it is loaded."""
+"""Pseudo-random tokens for the calibration of key smoothing."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -10,20 +10,20 @@ from kvloom.errors import UnsupportedError
 
 TOKENS: Final = 256
 SHIFT: Final = 1000
-"""How much further on in a text the second row is, where a model has as many positions."""
+"""Shift of the second row's positions, if the model has as many positions."""
 _FEWEST: Final = 16
 _SEED: Final = 20
 
 
 def rows(longest: int, turns: bool) -> tuple[int, int]:
-    """Tokens that a model reads in a row, and the shift of the second row's positions, 0 for no such row.
+    """Number of tokens in a row, and the shift of the second row's positions, 0 without a second row.
 
     Args:
-        longest: Tokens up to which it reads with the frequencies that short texts have.
-        turns: Whether it has RoPE, and reads tokens at any positions.
+        longest: Number of tokens up to which a text has the RoPE frequencies of short texts.
+        turns: Whether the model has RoPE, and takes positions as an argument.
 
     Raises:
-        UnsupportedError: it reads too few.
+        UnsupportedError: the model has positions for fewer than 16 tokens.
     """
     num_tokens = min(TOKENS, longest * 3 // 4 if turns else longest)
     if num_tokens < _FEWEST:
@@ -32,17 +32,17 @@ def rows(longest: int, turns: bool) -> tuple[int, int]:
 
 
 def longest_of(config: Any) -> int:
-    """Tokens that a model has positions for, as the configuration of its text part says."""
+    """Number of a model's positions by its text configuration."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else TOKENS + SHIFT
 
 
 def token_ids(size: int, holders: Iterable[Any], num_tokens: int) -> Tensor:
-    """``[T]`` int64, the same for all models of a vocabulary, none of them with a meaning of its own.
+    """Ids ``[T]`` int64 without special tokens, the same for all models of a vocabulary.
 
     Args:
-        size: Of the vocabulary.
-        holders: Configurations whose attributes name tokens with a meaning; ``None`` names none.
+        size: Size of the vocabulary.
+        holders: Configurations whose attributes name special tokens, or ``None``.
         num_tokens: T.
     """
     is_plain = torch.ones(size, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What a model's cache gets and what its attention reads, recorded during one forward.
+"""Recorder of the keys that a model's cache stores and the queries that read them, during one forward.
 
 Shapes: B rows, T tokens, H key/value heads, Hq query heads, D head dim.
 """
@@ -20,16 +20,16 @@ _INTERNAL: Final = "_attn_implementation_internal"
 
 
 class Recorder:
-    """Keys as they are stored, and how large the queries are that read them.
+    """Stored keys, and sizes of the queries that read them.
 
     Attributes:
-        keys: By layer, ``[B, H, T, D]``.
+        keys: Keys ``[B, H, T, D]`` by layer.
     """
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self._squares: dict[int, list[Tensor]] = {}
-        self._returned: list[Tensor] = []  # kept, so that no other tensor gets their addresses
+        self._returned: list[Tensor] = []  # kept alive, so that their addresses stay unique
         self._layer_of: dict[int, int] = {}
         self._called: set[int | None] = set()
 
@@ -38,7 +38,7 @@ class Recorder:
         return _RecordingCache(config, self)
 
     def query_power(self, layer: int) -> Tensor | None:
-        """``[Hq, D]`` float32, mean squares of the queries that read the keys of a layer."""
+        """Mean squares ``[Hq, D]`` float32 of the queries that read the keys of a layer; ``None`` if none."""
         squares = self._squares.get(layer)
         return torch.stack(squares).mean(0) if squares else None
 
@@ -49,13 +49,13 @@ class Recorder:
         return "attention is not called through transformers' interface"
 
     def stored(self, layer: int, key: Tensor, returned: Tensor) -> None:
-        """A cache kept ``key``, and returned what attention reads."""
+        """Record that a cache stored ``key``, and returned ``returned`` for attention."""
         self.keys.setdefault(layer, key.detach())
         self._returned.append(returned)
         self._layer_of[returned.data_ptr()] = layer
 
     def read(self, module: nn.Module, query: Tensor, key: Tensor) -> None:
-        """Attention was called; keys of one layer may be read by several, or changed before they are read."""
+        """Record a call of attention; several layers may read one layer's keys, or a copy of them."""
         number = getattr(module, "layer_idx", None)
         self._called.add(number)
         layer = self._layer_of.get(key.data_ptr())
@@ -69,7 +69,7 @@ class Recorder:
 
 
 def _is_copy(key: Tensor, stored: Tensor) -> bool:
-    """Whether keys are stored ones, which may be repeated for each query head."""
+    """Whether ``key`` equals ``stored``, each head possibly repeated for its query heads."""
     repeats, rest = divmod(key.shape[1], stored.shape[1])
     if rest or key.shape[2:] != stored.shape[2:] or not repeats:
         return False
@@ -77,7 +77,7 @@ def _is_copy(key: Tensor, stored: Tensor) -> bool:
 
 
 class _RecordingCache(DynamicCache):  # type: ignore[misc]
-    """A cache that tells a recorder what it keeps."""
+    """A cache whose updates are passed to a recorder."""
 
     def __init__(self, config: Any, recorder: Recorder) -> None:
         super().__init__(config=config)
@@ -86,7 +86,7 @@ class _RecordingCache(DynamicCache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As of any cache."""
+        """Update the cache, and record the new keys."""
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._recorder.stored(layer_idx, key_states, keys)
         return keys, values
@@ -94,14 +94,14 @@ class _RecordingCache(DynamicCache):  # type: ignore[misc]
 
 _RECORDER: Final[ContextVar[Recorder]] = ContextVar("kvloom_smoothing")
 _OWN: Final[dict[int, str]] = {}
-"""The attention implementations of configurations that now name the one which records, by their ids."""
+"""Original attention implementations of the configurations that are being recorded, by their ids."""
 
 
 @contextmanager
 def recorded(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Within this context the recorder sees what attention of the model gets.
+    """Context in which the recorder sees the calls of the model's attention.
 
-    Attention computes as the model's own does, also in threads that use the model meanwhile.
+    Results are those of the model's own attention, also in other threads that use the model.
     """
     configs: dict[int, Any] = {}
     for module in model.modules():
@@ -126,7 +126,7 @@ def _own_name(config: Any) -> str:
 
 
 def _own_attention(module: nn.Module) -> Callable[..., Any]:
-    """The function that a module would call; eager attention is in the file of its class."""
+    """The attention function of a module; eager attention is in the file of its class."""
     name = _own_name(vars(module).get("config"))
     homes = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__]
     functions = next((x["ALL_ATTENTION_FUNCTIONS"] for x in homes if "ALL_ATTENTION_FUNCTIONS" in x), None)

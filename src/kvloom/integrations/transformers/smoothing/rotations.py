@@ -1,4 +1,4 @@
-"""How RoPE turns keys: which channels are a pair, and by how much a pair turns from one position to the next.
+"""RoPE as rotations of pairs of channels, and a search for the rotation that explains given keys.
 
 Shapes: B rows, H key/value heads, T tokens, D head dim, P pairs of channels, n frequencies.
 """
@@ -21,69 +21,69 @@ _NAMES: Final = (
 )
 """Attributes by which configurations name RoPE."""
 _MISMATCH: Final = 0.05
-"""Of keys that are turned as a rotation says, the most that is left of them; unrelated ones leave 1."""
+"""Largest mismatch with which a rotation explains keys; that of unrelated keys is 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Pairs of channels that turn with the position.
+    """Pairs of channels that are rotated by an angle that grows with the position.
 
     Attributes:
         channels: ``[P, 2]`` int64, distinct.
-        frequencies: ``[P]`` float64, radians from one position to the next.
+        frequencies: ``[P]`` float64, radians per position.
     """
 
     channels: Tensor
     frequencies: Tensor
 
     def turned(self, pairs: Tensor, positions: Tensor) -> Tensor:
-        """Pairs ``[..., T, P, 2]``, turned by positions ``[T]``."""
+        """Pairs ``[..., T, P, 2]``, rotated by positions ``[T]``."""
         angle = positions.double()[:, None] * self.frequencies
         cos, sin = angle.cos().float(), angle.sin().float()
         x, y = pairs.unbind(-1)
         return torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1)
 
     def pairs(self, key: Tensor) -> Tensor:
-        """``[..., T, P, 2]`` of keys ``[..., T, D]``."""
+        """Pairs ``[..., T, P, 2]`` of keys ``[..., T, D]``."""
         found: Tensor = key[..., self.channels]
         return found
 
     def before(self, key: Tensor) -> Tensor:
-        """Pairs ``[..., T, P, 2]`` before RoPE of keys ``[..., T, D]`` of positions from 0."""
+        """Pairs ``[..., T, P, 2]`` before RoPE, of keys ``[..., T, D]`` at positions 0 to T - 1."""
         return self.turned(self.pairs(key), -torch.arange(key.shape[-2], device=key.device))
 
     def mismatch(self, key: Tensor, shift: int) -> Tensor:
-        """``[H, P]``, what the turn by ``shift`` does not explain, 0 for nothing and about 1 for all.
+        """``[H, P]``, the part of keys that the rotation by ``shift`` does not explain, 0 to about 1.
 
         Args:
-            key: ``[2, H, T, D]``, of the same tokens at positions that differ by ``shift``.
-            shift: That.
+            key: ``[2, H, T, D]``, keys of the same tokens at positions that differ by ``shift``.
+            shift: The difference of positions.
         """
         first, second = self.pairs(key)
         steps = torch.full((key.shape[2],), shift, device=key.device)
         error = (self.turned(first, steps) - second).square().sum(-1)
         size = (first.square() + second.square()).sum(-1).mean(1, keepdim=True)
-        # Of a mixture of experts, a few tokens may go to others.
+        # The median, since a few tokens may go to other experts in a mixture of experts.
         found: Tensor = (error / size.clamp(min=1e-30)).median(dim=1).values
         return found
 
 
 def constant(head_dim: int, device: torch.device) -> Rotation:
-    """Of keys without RoPE: neighbors are pairs that do not turn."""
+    """Rotation of keys without RoPE: adjacent channels are pairs that are not rotated."""
     channels = torch.arange(head_dim // 2 * 2, device=device).view(-1, 2)
     return Rotation(channels, torch.zeros(len(channels), dtype=torch.float64, device=device))
 
 
 def rotation_of(key: Tensor, turns: Sequence[Tensor], shift: int) -> tuple[Rotation, Tensor] | None:
-    """The rotation that explains keys best, and of which pairs it does, ``[H, P]`` bool.
+    """The rotation that explains keys best, and the pairs that it explains, ``[H, P]`` bool.
 
     Args:
-        key: ``[2, H, T, D]`` float32, of the same tokens at positions that differ by ``shift``.
+        key: ``[2, H, T, D]`` float32, keys of the same tokens at positions that differ by ``shift``.
         turns: Frequencies ``[n]`` that the model has.
-        shift: That.
+        shift: The difference of positions.
 
     Returns:
-        ``None`` if no rotation by these frequencies, or by none, explains the keys.
+        ``None`` if neither these frequencies nor no rotation explain the keys.
     """
     tried = [(x, x.mismatch(key, shift)) for x in _candidates(key.shape[-1], turns, key.device)]
     best, mismatch = min(tried, key=lambda each: float(each[1].mean()))
@@ -91,7 +91,7 @@ def rotation_of(key: Tensor, turns: Sequence[Tensor], shift: int) -> tuple[Rotat
 
 
 def frequencies_of(model: nn.Module) -> list[Tensor]:
-    """Different frequencies ``[n]`` float64 that modules of a model have, on the CPU."""
+    """Distinct frequencies ``[n]`` float64 in the modules of a model, on the CPU."""
     found: list[Tensor] = []
     for module in model.modules():
         for name, x in (*module._buffers.items(), *vars(module).items()):
@@ -108,7 +108,7 @@ def names_rope(model: Any) -> bool:
 
 
 def _frequencies(name: str, x: Tensor) -> Tensor | None:
-    """Those of a tensor of a module, by its name."""
+    """Frequencies ``[n]`` in a tensor of a module, by its name; ``None`` if it has none."""
     if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and x.dim() == 1:
         return x.detach().double().cpu()
     if name == "embed_positions" and x.dim() == 2 and len(x) > 1:  # sines and cosines of each position
@@ -118,7 +118,7 @@ def _frequencies(name: str, x: Tensor) -> Tensor | None:
 
 
 def _candidates(head_dim: int, turns: Sequence[Tensor], device: torch.device) -> Iterator[Rotation]:
-    """All ways in which the first or the last channels of a head could turn; the other ones do not."""
+    """Possible rotations of the first or the last channels of a head; the others are not rotated."""
     yield constant(head_dim, device)
     for frequencies in turns:
         n = len(frequencies)
