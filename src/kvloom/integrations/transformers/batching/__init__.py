@@ -1,6 +1,6 @@
-"""transformers' continuous batching on pages of this library: ``generate_batch`` and whatever else uses it.
+"""transformers' continuous batching, such as ``generate_batch``, on pages of this library.
 
-Only ``continuous_batching`` is imported with this package; the rest needs a transformers that has it.
+Importing this package imports only what every transformers has; the rest needs continuous batching.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
 
 OLDEST: Final = "5.19.0"
-"""The first version of transformers that this serves."""
+"""The oldest supported version of transformers."""
 
 _INIT: Final = "init_continuous_batching"
 _MANAGER: Final = "_cached_continuous_batching_manager"
@@ -47,43 +47,42 @@ def continuous_batching(
     state_interval: int | None = None,
     store: "KVStore | str | Sequence[str] | None" = None,
 ) -> Any:
-    """Let the continuous batching of a model keep its tokens in pages and attend to them where they lie.
+    """Let the continuous batching of a model keep its tokens in pages and attend to them in place.
 
-    From now on that is so in ``model.generate_batch``, ``model.init_continuous_batching`` and its context
-    manager, for every session that begins; the manager they give is a ``BatchingManager``. Calling it again
-    replaces the arguments. ``model.generate`` is not concerned: that is what ``enable`` is for, and a model
-    may have both.
+    This applies to each new session of ``model.generate_batch``, ``model.init_continuous_batching`` and its
+    context manager; their manager is then a ``BatchingManager``. Calling it again replaces the arguments.
+    ``model.generate`` is unchanged; use ``enable`` for that, on the same model if needed.
 
     Args:
         model: A ``PreTrainedModel`` that generates text with causal attention, on one device.
-        kv: How keys are kept: ``"auto"`` in the model's dtype, ``"int8"``, ``"int4:g32"`` and the like, as of
-            ``KVCache.for_model``. ``None`` takes all of it back.
-        values: How values are kept; as ``kv`` if ``None``.
-        layout: Axis order of the pages, as of ``CacheFormat``.
-        share: Whether requests find pages that others computed for the same first tokens under the same
+        kv: Format of keys: ``"auto"`` for the model's dtype, ``"int8"``, ``"int4:g32"`` and the like, as in
+            ``KVCache.for_model``. ``None`` restores the model's own continuous batching.
+        values: Format of values; as ``kv`` if ``None``.
+        layout: Axis order of the pages, as in ``CacheFormat``.
+        share: Whether requests find pages that others computed for the same prefix under the same
             ``cache_salt``.
-        policy: Which pages are given up when others need room: ``"lru"``, those that no request held for
-            longest, or ``"ours"``, those that are worth least by how pages were used so far.
-        batch_invariant: Whether a request has the bits that it has alone, as of ``enable``, while a session
-            is there; ``None`` is wherever the model is on a CPU, as steps of several tokens take no more
-            time for it, but not for attention in bfloat16 on processors with AMX.
-        pack: Whether linear layers have packed weights, as of ``enable``, until ``kv=None``.
-        state_interval: In a model with recurrent states, prefixes are found at multiples of so many tokens,
-            behind the end of a prompt and where two prompts part. A multiple of the page size; ``None`` for
-            256, or the next one.
-        store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``: prompts begin
-            with what others computed, in this process or another, also with a ``KVPool`` of this model and
-            ``kv``. It is read while other requests are computed, and written in the background. The model
-            computes 128 tokens before a session, and its weights are read once.
+        policy: Which pages are evicted when others need room: ``"lru"``, those that no request held for
+            longest, or ``"ours"``, those of least worth by the use of pages so far.
+        batch_invariant: Whether a request has the same bits as alone, as in ``enable``, during a session.
+            ``None`` means wherever the model is on a CPU, since steps of several tokens take no more time,
+            except for attention in bfloat16 on processors with AMX.
+        pack: Whether linear layers have packed weights, as in ``enable``, until ``kv=None``.
+        state_interval: In a model with recurrent states, prefixes are found at multiples of this number of
+            tokens: at the end of a prompt, and where two prompts begin to differ. A multiple of the page
+            size; ``None`` for 256, or the next multiple.
+        store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. Prompts find
+            prefixes that any process computed, also with a ``KVPool`` of this model and ``kv``. It is read
+            while other requests are computed, and written in the background. The model computes 128 tokens
+            before a session, and its weights are read once.
 
     Returns:
         ``model``.
 
     Raises:
-        ArgumentError: ``model`` is none, ``store`` is no URL of a store or there is no ``share``, or as
-            ``KVCache.for_model``; nothing was changed.
+        ArgumentError: ``model`` is no model, ``store`` is no URL of a store or ``share`` is false with it, or
+            as ``KVCache.for_model``; nothing was changed.
         ModuleNotFoundError: a library that the store needs is not installed; nothing was changed.
-        UnsupportedError: the model, or this version of transformers, cannot be served, or a few tokens in a
+        UnsupportedError: the model or this version of transformers is not supported, or a few tokens in a
             session have other logits than in a plain forward; nothing was changed.
         StateError: a session of the model is running; nothing was changed.
     """
@@ -103,7 +102,7 @@ def continuous_batching(
         expect_range("state_interval", state_interval, 1)
     wish = expect_wish(model, batch_invariant, pack, is_free=True)
     _expect_served(model)
-    cache_format(text_config_of(model), kv, values=values, layout=layout)  # refuses what it cannot be
+    cache_format(text_config_of(model), kv, values=values, layout=layout)  # raises for invalid formats
     if store is not None:
         if stateful_layers_of(model) is not None:
             raise UnsupportedError(
@@ -127,7 +126,7 @@ def continuous_batching(
 
 
 class _Init:
-    """In the place of the model's method that makes a manager."""
+    """Replacement of the model's method that makes a manager."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self._model, self._options = model, options
@@ -145,7 +144,7 @@ class _Init:
         if isinstance(kept, BatchingManager):
             kept.switch_to_cb_friendly_attn(self._model)
             return kept
-        expect_same_logits(self._model)  # which may have got weights or another dtype since
+        expect_same_logits(self._model)  # the model may have other weights or another dtype by now
         return BatchingManager(
             self._model,
             generation_config,
@@ -156,7 +155,7 @@ class _Init:
 
 
 def _expect_served(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for what transformers' continuous batching, or ours, does not do."""
+    """Raise UnsupportedError for models that transformers' continuous batching, or ours, does not support."""
     if Version(transformers.__version__) < Version(OLDEST):
         raise UnsupportedError(
             f"continuous batching must have transformers {OLDEST} or newer, got {transformers.__version__}"
@@ -182,7 +181,7 @@ def _expect_served(model: PreTrainedModel) -> None:
 
 
 def _expect_kinds(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for layers that keep what a session does not."""
+    """Raise UnsupportedError for kinds of layers that a session does not support."""
     name, known = type(model).__name__, dict.fromkeys((*KINDS, *STATEFUL, *EMPTY))
     kinds = {*(getattr(text_config_of(model), "layer_types", None) or KINDS[:1])}
     if others := ", ".join(sorted(kinds - {*known})):
@@ -198,7 +197,7 @@ def _expect_kinds(model: PreTrainedModel) -> None:
 
 
 def _forget_session(model: PreTrainedModel) -> None:
-    """Drop a manager that was kept for the next session, which would keep its arguments."""
+    """Drop the manager that is kept for the next session, since it has the earlier arguments."""
     kept = getattr(model, _MANAGER, None)
     if kept is None:
         return

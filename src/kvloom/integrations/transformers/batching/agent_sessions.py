@@ -1,4 +1,4 @@
-"""Sessions of agents: texts whose pages stay from one request to the next, within a budget of their owner."""
+"""Sessions of agents: texts whose pages are held between requests, within a budget of their owner."""
 
 import time
 from collections import Counter, OrderedDict
@@ -15,21 +15,21 @@ TURN: Final = "agent_turn"
 """The argument of ``add_request`` that takes an ``AgentTurn``."""
 
 _MOST: Final = 1024
-"""Sessions of one owner that are remembered, with pages or without."""
+"""Largest number of sessions of one owner, with and without pages."""
 
 _NEW: Final = "no session of this id is known"
 
 
 @dataclass(slots=True)
 class AgentTurn:
-    """One request of an agent's session, and what it found of the session when it began.
+    """One request of an agent's session, with what it found of the session when it began.
 
     Attributes:
-        owner: Who has a budget and names of its own.
-        name: Of the session.
-        num_kept: Tokens of the session then; ``None`` before the request has begun.
-        num_restored: Those of them that needed no compute.
-        reason: Why not all of them; empty if all.
+        owner: Owner of the session, with a budget and session names of its own.
+        name: Name of the session.
+        num_kept: Number of tokens of the session; ``None`` before the request has begun.
+        num_restored: Number of these tokens that needed no compute.
+        reason: Why not all were restored; empty if all were.
     """
 
     owner: str
@@ -39,24 +39,24 @@ class AgentTurn:
     reason: str = ""
 
     def __deepcopy__(self, memo: Any) -> "AgentTurn":
-        """Itself: a preemption copies the arguments of a request, which stays the same request."""
+        """The turn itself, since a preemption copies the arguments of a request."""
         return self
 
 
 @dataclass(slots=True, eq=False)
 class AgentSession:
-    """What is known of one session.
+    """One session of an agent.
 
     Attributes:
-        owner: Whose it is.
-        name: By which its requests know it.
-        salt: Under which its pages are found.
-        state: Of the model that computed them.
-        tokens: Prompt and answer of its last request, as far as they were computed.
-        groups: Its pages in each group of layers; empty if they were given up.
-        reason: Why they were.
-        began: When it began, in seconds of ``time.time``.
-        used: When its last request ended.
+        owner: Its owner.
+        name: Name by which requests refer to it.
+        salt: Salt of its pages.
+        state: State of the model that computed them.
+        tokens: Computed tokens of prompt and answer of its last request.
+        groups: Its pages in each group of layers; empty if they were released.
+        reason: Why they were released.
+        began: Time when it began, in seconds of ``time.time``.
+        used: Time when its last request ended.
     """
 
     owner: str
@@ -71,16 +71,16 @@ class AgentSession:
 
 
 class AgentReport(NamedTuple):
-    """A session of an agent at one moment.
+    """Report on a session of an agent at one moment.
 
     Attributes:
-        name: By which its requests know it.
-        num_tokens: Prompt and answer of its last request, as far as they were computed.
+        name: Name by which requests refer to it.
+        num_tokens: Number of computed tokens of prompt and answer of its last request.
         is_held: Whether it holds their pages.
-        reason: Why not; empty if it does.
-        began: When it began, in seconds of ``time.time``.
-        used: When its last request ended.
-        expires: When it is forgotten if it is not used.
+        reason: Why it does not; empty if it does.
+        began: Time when it began, in seconds of ``time.time``.
+        used: Time when its last request ended.
+        expires: Time when it is forgotten if it is not used.
     """
 
     name: str
@@ -94,28 +94,28 @@ class AgentReport(NamedTuple):
 
 @dataclass(slots=True)
 class _Owner:
-    """The sessions of one owner, the longest unused first, and how many of them hold each page of a group."""
+    """Sessions of one owner, the longest unused first, and the number of holders of each page of a group."""
 
     sessions: OrderedDict[str, AgentSession] = field(default_factory=OrderedDict)
     holders: list[Counter[PageRef]] = field(default_factory=list)
 
 
 class AgentSessions:
-    """The sessions of all owners. Whoever calls holds ``lock``, as for the pages; two methods take it.
+    """The sessions of all owners. The caller holds ``lock``, except for ``report`` and ``forget``.
 
-    A session holds the pages of its last request, the last one perhaps in part, until it is used again. It
-    gives them up when its owner's sessions hold more than their budget, the longest unused first; when a
-    request could not run otherwise; and when it was not used for a time, after which it is forgotten.
+    A session holds the pages of its last request, the last page possibly in part, until it is used again. It
+    releases them if its owner's sessions exceed their budget (the longest unused first), if a request could
+    not run otherwise, and when it expires.
 
     Args:
-        share: Of all pages, what sessions may hold, each owner as much as another; 0 holds none.
-        num_owners: Who share that.
-        seconds: After which an unused session is forgotten.
-        clock: Seconds; ``time.time``.
+        share: Share of all pages that sessions may hold, divided equally among owners; 0 holds none.
+        num_owners: Number of owners.
+        seconds: Time after which an unused session is forgotten.
+        clock: Function that returns seconds, such as ``time.time``.
 
     Attributes:
         seconds: As above.
-        lock: That of the ``BatchCache`` whose pages they are.
+        lock: Lock of the ``BatchCache`` that has the pages.
 
     Raises:
         ArgumentError: ``share`` is not from 0 to 1, there are no owners, or ``seconds`` is below 0.
@@ -139,11 +139,11 @@ class AgentSessions:
         self._owners: dict[str, _Owner] = {}
 
     def __iter__(self) -> Iterator[AgentSession]:
-        """All of them."""
+        """All sessions."""
         return (x for owner in self._owners.values() for x in owner.sessions.values())
 
     def report(self, owner: str) -> list[AgentReport]:
-        """The sessions of an owner, the longest unused first; from any thread."""
+        """Reports on the sessions of an owner, the longest unused first; from any thread."""
         with self.lock:
             self.expire()
             sessions = self._owners[owner].sessions.values() if owner in self._owners else ()
@@ -157,13 +157,13 @@ class AgentSessions:
     def usable(
         self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, state: str
     ) -> AgentSession | None:
-        """The session of a request, if it has pages of this salt and state and the prompt begins as it does.
+        """The session of a request, if it has pages of this salt and state, and the same first token.
 
         Args:
-            turn: Of the request; ``None`` if it is of no session.
-            tokens: Of its prompt.
-            salt: Under which it finds pages.
-            state: Of the model.
+            turn: Turn of the request; ``None`` without a session.
+            tokens: Tokens of its prompt.
+            salt: Its salt.
+            state: State of the model.
         """
         session = None if turn is None else self._find(turn.owner, turn.name)
         if session is None or not session.groups or (session.salt, session.state) != (salt, state):
@@ -179,15 +179,12 @@ class AgentSessions:
         num_found: int,
         is_end: bool = False,
     ) -> None:
-        """Tell a request that begins what it found of its session, once.
+        """Note in the turn of a request that begins what it found of its session; done once.
 
         Args:
-            turn: As of ``usable``, as are the next three.
-            tokens: The same.
-            salt: The same.
-            state: The same.
-            num_found: Tokens of the prompt that need no compute.
-            is_end: Whether a store knew that the text of a session ended behind so many tokens.
+            turn, tokens, salt, state: As in ``usable``.
+            num_found: Number of tokens of the prompt that need no compute.
+            is_end: Whether a store has a text of a session that ends after these tokens.
         """
         if turn.num_kept is not None:
             return
@@ -223,15 +220,15 @@ class AgentSessions:
         groups: Sequence[GroupTable],
         limits: Sequence[int],
     ) -> None:
-        """Let the session of a request that has ended hold its pages, instead of those that it held.
+        """Let the session of a request that has ended hold its pages, instead of its earlier pages.
 
         Args:
-            turn: Of the request.
-            tokens: That are computed.
-            salt: Under which the full pages are found.
-            state: Of the model.
-            groups: What is held of ``tokens`` in each group, the session's from now on.
-            limits: Pages that there can be in each group.
+            turn: Turn of the request.
+            tokens: Computed tokens.
+            salt: Salt of the full pages.
+            state: State of the model.
+            groups: Pages of ``tokens`` in each group; the session takes them over.
+            limits: Largest number of pages in each group.
         """
         owner = self._owners.setdefault(turn.owner, _Owner())
         owner.holders = owner.holders or [Counter() for _ in groups]
@@ -258,7 +255,7 @@ class AgentSessions:
             self.forget(turn.owner, next(iter(owner.sessions)))
 
     def _fit(self, owner: _Owner, budgets: Sequence[int]) -> None:
-        """Give up pages of an owner until its sessions hold no more than ``budgets`` in each group."""
+        """Release pages of an owner until its sessions hold no more than ``budgets`` in each group."""
         for session in [x for x in owner.sessions.values() if x.groups]:
             over = [len(x) > budget for x, budget in zip(owner.holders, budgets, strict=True)]
             if not any(over):
@@ -266,33 +263,33 @@ class AgentSessions:
             self._give_up(session, "the pages were more than sessions may hold")
 
     def give_way(self) -> bool:
-        """Give up the pages of the longest unused session of all; returns whether there was one."""
+        """Release the pages of the longest unused session of all; returns whether there was one."""
         holding = [x for x in self if x.groups]
         if holding:
             self._give_up(min(holding, key=lambda x: x.used), "a request needed the pages")
         return bool(holding)
 
     def give_up_all(self, reason: str) -> None:
-        """Give up the pages of all sessions."""
+        """Release the pages of all sessions."""
         for session in self:
             self._give_up(session, reason)
 
     def lose_all(self, reason: str) -> None:
-        """Forget the pages of all sessions, which are of a ``BatchCache`` that is no more."""
+        """Forget the pages of all sessions, without release, since their ``BatchCache`` no longer exists."""
         for session in self:
             session.groups, session.reason = [], reason
         for owner in self._owners.values():
             owner.holders = []
 
     def expire(self) -> None:
-        """Forget the sessions that were not used for ``seconds``."""
+        """Forget sessions that were not used for ``seconds``."""
         oldest = self._clock() - self.seconds
         for name, owner in self._owners.items():
             while owner.sessions and next(iter(owner.sessions.values())).used <= oldest:
                 self.forget(name, next(iter(owner.sessions)))
 
     def forget(self, owner: str, name: str) -> bool:
-        """Give up the pages of a session and what is known of it, from any thread; returns whether it was."""
+        """Forget a session and release its pages, from any thread; returns whether it existed."""
         with self.lock:
             session = self._find(owner, name)
             if session is not None:
@@ -301,7 +298,7 @@ class AgentSessions:
             return session is not None
 
     def tables(self, group: int) -> list[PageTable]:
-        """What sessions hold in a group."""
+        """Page tables that sessions hold in a group."""
         return [session.groups[group].table for session in self if session.groups]
 
     def _find(self, owner: str, name: str) -> AgentSession | None:
@@ -320,9 +317,9 @@ class AgentSessions:
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both texts begin."""
+    """Length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # slices are compared many times as fast as tokens one by one
+    while low < high:  # comparing slices is many times as fast as comparing single tokens
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
     return low

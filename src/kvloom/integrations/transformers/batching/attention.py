@@ -1,7 +1,7 @@
 """``attn_implementation="kvloom_paged"``: attention of a step of continuous batching.
 
-It has a name of its own because its masks are ``None``, as those of any name that has no mask function:
-lengths say all, and a bool mask of all new tokens of a step would be made for nothing.
+It has its own name without a mask function, so transformers makes no mask for it. Lengths are sufficient, and
+a bool mask of all new tokens of a step would be computed for nothing.
 
 Shapes: T new tokens of all requests, H key/value heads, Hq query heads, D head dim.
 """
@@ -42,28 +42,28 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Store the new tokens of a layer and attend, as transformers calls it.
+    """Store the new tokens of a layer and attend, with the signature that transformers calls.
 
     Args:
         module: The attention layer, with its ``layer_idx``.
         query: ``[1, Hq, T, D]``.
-        key: ``[1, H, T, D]``, those of another layer, or what ``expand_kv`` answered for latents, which are
-            stored as they are.
+        key: ``[1, H, T, D]``, ``SharedKeys`` of another layer, or ``ExpandedStates``, whose latents are
+            stored.
         value: As ``key``.
         attention_mask: ``None``.
-        scaling: Of the dot product; ``1 / sqrt(D)`` if ``None``.
+        scaling: Factor of the dot product; ``1 / sqrt(D)`` if ``None``.
         dropout: Must be 0.
         cache: The ``BatchCache`` of the session.
-        softcap: ``softcap * tanh(score / softcap)``.
+        softcap: Bound of the scores: ``softcap * tanh(score / softcap)``.
         s_aux: ``[Hq]``, a sink of each head.
-        kwargs: Of other implementations, ignored. So is the window, which is the configuration's.
+        kwargs: Arguments of other implementations, ignored; the window is that of the configuration.
 
     Returns:
         ``([1, T, Hq, D], None)``.
 
     Raises:
-        StateError: there is no cache, as in a forward that is not the session's.
-        UnsupportedError: for what it would get wrong.
+        StateError: there is no cache, as in a forward outside a session.
+        UnsupportedError: an unsupported option is requested, or latents cannot be attended to in place.
     """
     if isinstance(key, SharedKeys):
         cache = key.cache

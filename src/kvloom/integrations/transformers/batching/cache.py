@@ -1,4 +1,4 @@
-"""The cache that transformers' scheduler asks for pages, on the pages of this library.
+"""The cache of transformers' scheduler, on pages of this library.
 
 Shapes: T new tokens of all requests of a step, P pages of a request, H key/value heads, Hq query
 heads, D head dim.
@@ -29,32 +29,32 @@ from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import PageTable, check
 
 KIND: Final = "full_attention"
-"""What all layers are to the scheduler, which counts pages of the first group."""
+"""Layer type that the scheduler sees for all layers; it counts pages of the first group."""
 
 
 class BatchCache(CacheOfMixers):
     """Pages of all requests of a session, found again by their tokens, and attention over them.
 
-    To transformers' scheduler this is its ``PagedAttentionCache`` and the only allocator of it, of which it
-    has every name that continuous batching uses. A block of theirs is a page here, in every layer of the
-    first group; groups with windows have pages of their own, of which a request holds those of its window.
+    It replaces transformers' ``PagedAttentionCache`` and its allocator, with all names that continuous
+    batching uses. A block of transformers is a page of the first group of layers. Groups with windows have
+    their own pages, of which a request holds those of its window.
 
-    Pages are allocated when they are needed, up to ``max_pages``. When all are taken, those that no request
-    holds are given up, as ``policy`` says. Methods may be called from any thread.
+    Pages are allocated when they are needed, up to ``max_pages``. When all are in use, pages that no request
+    holds are evicted, as ``policy`` says. Methods may be called from any thread.
 
     Args:
-        config: Of the model that generates.
-        format: How tokens are kept.
-        dtype: That the model computes in.
-        device: Where.
-        max_pages: Pages that there can be in the first group.
-        max_batch_tokens: Tokens that go through the model in one step.
+        config: Configuration of the model.
+        format: Cache format of the tokens.
+        dtype: Dtype that the model computes in.
+        device: Device of the model.
+        max_pages: Largest number of pages in the first group.
+        max_batch_tokens: Largest number of tokens in a step.
         share: Whether requests find pages of others.
-        policy: Which pages are given up first, as of ``PagePool``.
-        watch: Of the model's state; ``None`` for a model that never changes.
-        num_requests: Most requests in a step.
-        stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
-        states: What keeps states that requests find; ``None`` where none share.
+        policy: Which pages are evicted first, as in ``PagePool``.
+        watch: Watch of the model's state; ``None`` for a model that never changes.
+        num_requests: Largest number of requests in a step.
+        stateful: Layers of any cache for a model with recurrent states; ``None`` for other models.
+        states: Pages of states that requests find; ``None`` without sharing.
         agents: Sessions of agents, which hold pages; ``None`` for new ones.
     """
 
@@ -65,7 +65,7 @@ class BatchCache(CacheOfMixers):
     max_tokens_read = 0  # nothing is gathered
     read_cache_limit = None
     blocks_per_sector = 1
-    read_trash_index = write_trash_index = -1  # of padding, which there is none of
+    read_trash_index = write_trash_index = -1  # slots of padding, which does not occur
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class BatchCache(CacheOfMixers):
         self.bytes_per_sector = round(size * sum(x.nbytes_per_token for x in main.storages.values()))
         self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0
         self.candidate: Any = None
-        """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
+        """Request whose prompt is looked up next, since the scheduler passes its id, but not its salt."""
         self.prefixes = SessionPrefixes(self.groups, watch, states, stateful, agents)
         self._attention = StepAttention(self.codes, self.residuals, format.recent, sources_of(config))
         self._held: dict[str, Held] = {}
@@ -113,19 +113,19 @@ class BatchCache(CacheOfMixers):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that one request can have by its pages; all positions of the model, if windows free them."""
+        """Largest number of tokens of a request by its pages; all positions if only windows are kept."""
         most = self.max_pages * self.tokens_per_page
         return most if self.groups[0].window is None else max(most, self._num_positions)
 
     @property
     def num_room(self) -> int:
-        """Pages that requests can still take."""
+        """Number of pages that requests can still take."""
         return self.growing.num_room
 
     # Pages of requests
 
     def num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
-        """Tokens at the beginning, at most ``max_tokens``, whose pages would be found."""
+        """Number of first tokens, at most ``max_tokens``, whose pages would be found."""
         with self.lock:
             return self._num_known(tokens, salt, max_tokens) * self.tokens_per_page
 
@@ -133,17 +133,17 @@ class BatchCache(CacheOfMixers):
         return self.prefixes.num_known(tokens, self.prefixes.scope(salt), max_tokens)
 
     def is_read(self, state: Any) -> bool:
-        """Whether a request that waits may begin: nothing is read of its prompt. Begins to read it."""
+        """Whether a waiting request may begin, since stores have been read for it; starts reading them."""
         most = most_findable(state, state.initial_tokens)
         with self.lock:
             own = state.initial_tokens, salt_of(state), most, turn_of(state)
             return self.prefixes.is_read(state.request_id, *own)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Let ``candidate`` begin with the pages that are known of its prompt.
+        """Let ``candidate`` begin with the known pages of its prompt.
 
         Returns:
-            Tokens in those pages.
+            Number of tokens that were found.
         """
         state = self.candidate
         if state is None or state.request_id != request_id or not self.use_prefix_sharing:
@@ -152,19 +152,19 @@ class BatchCache(CacheOfMixers):
             own = prompt_ids, salt_of(state), self._num_findable(state)
             is_read = self.prefixes.has_read(request_id) or self._num_known(*own)
             if not is_read and not self.prefixes.find_part(turn_of(state), *own, 0)[1]:
-                return 0  # it is looked up when it gets pages, and until then perhaps in every step
+                return 0  # counted when it gets pages, since each step until then may look it up
             held = self._begin(state)
             self._hold(state, held)
             self.num_found += held.num_found
             return held.num_found
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Take pages for ``request_len`` more tokens of a request, if there are so many.
+        """Take pages for ``request_len`` more tokens of a request; returns false if there are too few.
 
         Args:
             state: The request.
-            request_len: New tokens.
-            dry_run: Take none.
+            request_len: Number of new tokens.
+            dry_run: Only check, and take no pages.
         """
         past = state.current_len()
         with self.lock:
@@ -184,7 +184,7 @@ class BatchCache(CacheOfMixers):
             return True
 
     def _extend(self, held: Held, past: int, end: int) -> bool:
-        """Have room for the tokens of a request from ``past`` to ``end`` in every group, if there is."""
+        """Take pages for the tokens of a request from ``past`` to ``end`` in every group, if possible."""
         try:
             return all(
                 group.extend(own, past, end) for group, own in zip(self.groups, held.groups, strict=True)
@@ -193,11 +193,11 @@ class BatchCache(CacheOfMixers):
             return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Give up the pages of a request, of which those that can be found again are evicted last.
+        """Release the pages of a request; pages that can be found again are evicted last.
 
         Args:
-            request_id: Of the request, which may hold none.
-            no_cache: The request is preempted.
+            request_id: Id of the request, which may hold no pages.
+            no_cache: Whether the request is preempted.
         """
         with self.lock:
             held = self._held.pop(request_id, None)
@@ -208,7 +208,7 @@ class BatchCache(CacheOfMixers):
                 self.num_finished += not no_cache
 
     def keep_turn(self, state: Any) -> None:
-        """Let the session of an agent, if a request is of one, hold its pages when it ends."""
+        """Let the agent's session of a request that ends, if it has one, hold its pages."""
         turn = turn_of(state)
         with self.lock:
             held = self._held.get(state.request_id)
@@ -218,7 +218,7 @@ class BatchCache(CacheOfMixers):
             self.prefixes.keep_turn(turn, held, tokens)  # all but the last one, which was not computed
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Give up the pages of all requests, and forget what could be found if ``clear_ledgers``."""
+        """Release the pages of all requests, and with ``clear_ledgers`` evict all findable pages."""
         with self.lock:
             for request_id in [*self._held]:
                 self.free_blocks(request_id)
@@ -231,7 +231,7 @@ class BatchCache(CacheOfMixers):
             self.plan.clear()
 
     def reset(self) -> None:
-        """Hold nothing."""
+        """Release and evict all pages."""
         self.free_all_requests(clear_ledgers=True)
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
@@ -246,14 +246,14 @@ class BatchCache(CacheOfMixers):
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
     ) -> list[str]:
-        """Let new requests have the pages of another; who writes a page that others hold copies it first.
+        """Let new requests share the pages of another; shared pages are copied before a write.
 
         Returns:
             All of ``dst_req_ids``.
         """
         with self.lock:
             parent = self._held[src_state.request_id]
-            for own in parent.groups:  # room for a token is given up, which all write
+            for own in parent.groups:  # drops the slot of the next token, which each request writes itself
                 own.truncate(src_state.current_len())
             events = self.pages.pool.events
             for request_id in dst_req_ids:
@@ -268,7 +268,7 @@ class BatchCache(CacheOfMixers):
         return dst_req_ids
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
-        """Nothing to do: pages are copied when they are written."""
+        """Do nothing, since shared pages are copied before a write."""
 
     def _hold(self, state: Any, held: Held) -> None:
         self._held[state.request_id] = held
@@ -279,13 +279,13 @@ class BatchCache(CacheOfMixers):
             own.table.release()
 
     def _begin(self, state: Any) -> Held:
-        """What a request holds that begins, with the pages that it finds."""
+        """``Held`` of a request that begins, with the pages that it finds."""
         tokens, most = state.remaining_prefill_tokens, self._num_findable(state)
         own = len(state.initial_tokens), salt_of(state), most, turn_of(state)
         return self.prefixes.begin_request(state.request_id, tokens, *own)
 
     def _num_findable(self, state: Any) -> int:
-        """Tokens at the beginning of the prompt of a request that may be found when it begins."""
+        """Largest number of first tokens that may be found when a request begins."""
         if not self.use_prefix_sharing or state is not self.candidate:
             return 0
         return most_findable(state, state.remaining_prefill_tokens)
@@ -293,7 +293,7 @@ class BatchCache(CacheOfMixers):
     # What the scheduler counts
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Pages that a request lacks for ``query_length`` more tokens, copies among them."""
+        """Number of pages that a request needs for ``query_length`` more tokens, copies included."""
         with self.lock:
             held = self._held.get(request_id)
             total = past_length + query_length
@@ -302,7 +302,7 @@ class BatchCache(CacheOfMixers):
             return self.groups[0].num_missing(held.groups[0], total)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """How many of some requests, from the first on, have room one beside the other."""
+        """Number of requests, counted from the first, for which there is room together."""
         room = self.num_room
         for count, needed in enumerate(list_blocks_needed):
             room -= needed[KIND]
@@ -311,21 +311,21 @@ class BatchCache(CacheOfMixers):
         return len(list_blocks_needed)
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        """Pages that ``request_len`` more tokens fill, where they can be found then."""
+        """Number of pages that ``request_len`` more tokens complete; empty without sharing."""
         size, past = self.tokens_per_page, state.current_len()
         filled = (past + request_len) // size - past // size
         return {KIND: filled} if filled and self.use_prefix_sharing else {}
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """Pages that requests can still take, as a share of those that there can be now, or in bytes."""
+        """Pages that requests can still take, as a share of the present limit, or in bytes."""
         return self.growing.free_share if relative else float(self.num_room * self.bytes_per_sector)
 
     def evict_cached_blocks(self) -> bool:
-        """False: whoever takes a page evicts one."""
+        """Do nothing and return false, since taking a page evicts one if needed."""
         return False
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Tokens that a request attends to."""
+        """Number of tokens that a request attends to."""
         return past_length + query_length
 
     # A step
@@ -339,12 +339,12 @@ class BatchCache(CacheOfMixers):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
-        """Leave new tokens to attention; since transformers 5.24 layers call this before it."""
+        """Pass new tokens on to attention, which stores them; layers call this since transformers 5.24."""
         kwargs["cache"] = self
         return self._attention.handed_on(self, layer_idx, key_states), value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: a step says at which positions its tokens are; models that count them fit in no session."""
+        """0, since a step passes the positions of its tokens; models that count them are not supported."""
         return 0
 
     def attend(
@@ -356,7 +356,7 @@ class BatchCache(CacheOfMixers):
         scores: ops.Scores,
         is_latent: bool = False,
     ) -> Tensor:
-        """Store the tokens of the step in a layer, and attend, as ``StepAttention``."""
+        """Store the tokens of the step in a layer and attend, as ``StepAttention``."""
         return self._attention(self._begin_step().step, layer, query, key, value, scores, is_latent)
 
     @property
@@ -370,16 +370,16 @@ class BatchCache(CacheOfMixers):
     # Reports
 
     def tokens_found(self, request_id: str) -> int:
-        """Tokens of the prompt of a request whose pages were found; 0 if it holds none."""
+        """Number of tokens of a request's prompt whose pages were found; 0 if it holds no pages."""
         return self._held[request_id].num_found if request_id in self._held else 0
 
     def page_map(self) -> PageMap:
-        """Which page holds what."""
+        """Map of the pages and their holders."""
         with self.lock:
             return page_map_of(self.pages.pool, self._held, self.prefixes.agents.tables(0))
 
     def check(self) -> None:
-        """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
+        """Check every invariant of the pages; raises ``StateError`` at the first that fails."""
         with self.lock:
             for i, group in enumerate(self.groups):
                 tables = [held.groups[i].table for held in self._held.values()]
@@ -388,9 +388,9 @@ class BatchCache(CacheOfMixers):
             expect_apart(self.held())
 
     def held(self) -> list[Held]:
-        """What all requests hold."""
+        """``Held`` of all requests."""
         return [*self._held.values()]
 
     def tables(self) -> list[PageTable]:
-        """Of all requests that hold pages."""
+        """Page tables of all requests in the first group."""
         return [held.table for held in self.held()]

@@ -1,4 +1,4 @@
-"""Which configurations of continuous batching can be served, and which tokens."""
+"""Checks of configurations of continuous batching, and of token ids."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -8,7 +8,7 @@ from transformers import ContinuousBatchingConfig
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 
-# Fields of a ContinuousBatchingConfig that ask for what there is not, unless they are None, False or 0.
+# Fields of a ContinuousBatchingConfig that are not supported unless they are None, False or 0.
 _REFUSED: Final = (
     "cpu_offload_space",
     "use_cuda_graph",
@@ -22,7 +22,7 @@ _REFUSED: Final = (
 
 
 def expect_config(config: Any) -> None:
-    """Raise ArgumentError or UnsupportedError for a configuration that cannot be served."""
+    """Raise ArgumentError or UnsupportedError for a configuration that is invalid or not supported."""
     if not isinstance(config, ContinuousBatchingConfig):
         raise ArgumentError(
             f"continuous_batching_config must be a ContinuousBatchingConfig, got {type(config).__name__}"
@@ -45,7 +45,7 @@ def _expect_positive(name: str, value: Any) -> None:
 
 
 def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
-    """Raise ArgumentError, naming the tokens ``name``, for one that the model's embedding has no row for."""
+    """Raise ArgumentError, with the argument ``name``, for a token without a row in the model's embedding."""
     embedding = model.get_input_embeddings()
     num_rows = getattr(embedding, "weight", embedding).shape[0]
     for token in {min(tokens), max(tokens)}:

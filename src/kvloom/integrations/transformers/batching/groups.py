@@ -1,7 +1,7 @@
-"""Groups of layers of a session: those that attend to all tokens, those of each window, residual windows.
+"""Groups of layers of a session: layers without a window, layers of each window, and residual windows.
 
-Each has pages of its own. Requests hold in each the pages that their later tokens see, and release those that
-a window has passed.
+Each group has its own pages. Requests hold the pages that their later tokens see, and release pages before
+the window.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,26 @@ from kvloom.integrations.transformers.batching.growing import GrowingPages
 from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of
 
 STATES_SHARE: Final = 2
-"""Bytes of pages for one of recurrent states that can be found."""
+"""Ratio of bytes of pages to bytes of recurrent states that can be found."""
 
 _COPIES: Final = 2
-"""Copies of the recurrent states of all requests, while those that take part in steps change."""
+"""Number of copies of the recurrent states of all requests, since a step may copy states into other rows."""
 
 _SHARE: Final = 32
-"""Pages of codes for one of a residual window that is kept at the ends of requests."""
+"""Ratio of pages of codes to pages of residual windows that are kept at the ends of requests."""
 
 
 class SessionGroup(PrefixGroup):
-    """The pages of the layers of one window, or of what they keep unquantized beside codes.
+    """The pages of the layers of one window, or of their residual windows.
 
     Attributes:
-        growing: How many pages there are.
+        growing: Growth of the pages.
 
     Args:
-        pages: Empty.
+        pages: Empty pages.
         window: Tokens that a token sees, itself included; ``None`` for all.
-        storages: Of each layer.
-        max_pages: Pages that there can be.
+        storages: Storage of each layer.
+        max_pages: Largest number of pages.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class SessionGroup(PrefixGroup):
         return sum(storage.nbytes for storage in self.storages.values())
 
     def make_room(self, num_pages: int) -> None:
-        """Allocate pages before those that can be found are given up."""
+        """Allocate pages before findable pages are evicted."""
         self.growing.grow(num_pages)
 
     def extend(self, held: GroupTable, past: int, end: int) -> bool:
-        """Have room for the tokens of a request from ``past`` to ``end``, if there is.
+        """Take pages for the tokens of a request from ``past`` to ``end``; false if there are too few.
 
         Raises:
-            MemoryError: there is no memory; nothing was taken.
+            MemoryError: memory was refused; nothing was taken.
         """
         self.release_passed(held, past)
         new = end - held.num_tokens
@@ -85,16 +85,16 @@ def make_groups(
     """The groups of a model.
 
     Args:
-        config: Of the model.
-        format: How tokens are kept.
-        dtype: That the model computes in.
-        device: Where.
-        limits: Of each group the pages that there can be, in the order of ``group_windows``.
-        policy: Which pages are given up first, in layers without a window.
+        config: Configuration of the model.
+        format: Cache format of the tokens.
+        dtype: Dtype that the model computes in.
+        device: Device of the model.
+        limits: Largest number of pages of each group, as ``Limits.pages``.
+        policy: Which pages are evicted first, in layers without a window.
 
     Returns:
-        Groups of all layers, those without a window first; and of residual windows of the layers that keep
-        codes, in the same order.
+        Groups of all layers, those without a window first; and groups of the residual windows of layers that
+        keep codes, in the same order.
     """
     size, codes, residuals = format.page_size, list[SessionGroup](), list[SessionGroup]()
     by_layer, windows = windows_of(config), group_windows(config)
@@ -136,14 +136,14 @@ def group_windows(config: Any) -> list[int | None]:
 
 
 class Limits:
-    """How many pages each group of a session can have.
+    """Largest number of pages of each group of a session.
 
     Args:
-        config: Of the model.
-        format: How tokens are kept.
-        dtype: That the model computes in.
-        num_requests: Most requests in a step.
-        max_batch_tokens: Most tokens in a step.
+        config: Configuration of the model.
+        format: Cache format of the tokens.
+        dtype: Dtype that the model computes in.
+        num_requests: Largest number of requests in a step.
+        max_batch_tokens: Largest number of tokens in a step.
     """
 
     def __init__(
@@ -165,16 +165,16 @@ class Limits:
             self._needed.append(num_requests * each + -(-max_batch_tokens // size))
 
     def pages(self, main: int) -> list[int]:
-        """Of each group, where the first one has ``main`` pages."""
+        """Number of pages of each group, if the first one has ``main`` pages."""
         codes = [min(main, needed + main // 4) for needed in self._needed[1 : self._num_codes]]
         return [main, *codes, *(min(main, x) + main // _SHARE for x in self._needed[self._num_codes :])]
 
     def nbytes(self, main: int) -> int:
-        """Bytes of so many pages."""
+        """Bytes of the pages of all groups, if the first one has ``main`` pages."""
         return sum(count * size for count, size in zip(self.pages(main), self._bytes, strict=True))
 
     def most(self, room: int) -> int:
-        """The most pages of the first group with which all fit into ``room`` bytes; at least one."""
+        """Largest number of pages of the first group with which all fit into ``room`` bytes; at least one."""
         low, high = 1, max(room // self._bytes[0], 1)
         while low < high:
             middle = (low + high + 1) // 2
@@ -183,7 +183,7 @@ class Limits:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that residual windows need of all requests at once."""
+        """Bytes of the residual windows of all requests of a step."""
         first = self._num_codes
         return sum(n * size for n, size in zip(self._needed[first:], self._bytes[first:], strict=True))
 
@@ -197,20 +197,20 @@ def plan_pages(
     max_batch_tokens: int,
     specs: Sequence[StateSpec],
 ) -> tuple[int, int]:
-    """The most pages of the first group that fit into ``room`` bytes with those of all others.
+    """Largest number of pages of the first group that fit into ``room`` bytes with those of all others.
 
     Args:
-        config: Of the model.
-        format: How tokens are kept.
-        dtype: That the model computes in.
-        room: Bytes.
-        num_requests: Most requests in a step.
-        max_batch_tokens: Most tokens in a step.
-        specs: Recurrent states of a request; none for models without.
+        config: Configuration of the model.
+        format: Cache format of the tokens.
+        dtype: Dtype that the model computes in.
+        room: Bytes for all pages and states.
+        num_requests: Largest number of requests in a step.
+        max_batch_tokens: Largest number of tokens in a step.
+        specs: Specs of the recurrent states of a request; empty for models without states.
 
     Returns:
-        Pages, and how many requests there are in a step so that their residual windows and recurrent states
-        have room in half of it.
+        The number of pages, and the number of requests in a step, reduced until their residual windows and
+        recurrent states fit into half of ``room``.
     """
     while True:
         limits = Limits(config, format, dtype, num_requests, max_batch_tokens)

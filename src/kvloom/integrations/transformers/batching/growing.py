@@ -1,4 +1,4 @@
-"""Pages are allocated when they are needed; memory that is refused is asked for again later."""
+"""Growth of a session's pages: allocated when needed, and tried again later if memory was refused."""
 
 from time import monotonic
 from typing import Final
@@ -6,45 +6,45 @@ from typing import Final
 from kvloom.caches import Pages
 
 _FIRST: Final = 64
-"""Pages to begin with."""
+"""Least number of pages to allocate at once."""
 _PAUSE_SECONDS: Final = 1.0
-"""That nothing is asked for after a refusal: an attempt may copy all tokens before it fails."""
+"""Pause after a refusal, since an attempt may copy all tokens before it fails."""
 
 
 class GrowingPages:
-    """How many pages a session has, and how they become more.
+    """Number of pages of a session, and their growth.
 
-    A refusal holds for a second, or until ``ask_again``: until then what there is must do. The capacity stays
-    what it was.
+    After memory was refused, no more is asked for during one second, or until ``ask_again``. ``max_pages``
+    is unchanged by a refusal.
 
     Args:
-        pages: In one extent.
-        max_pages: That there can be.
+        pages: Pages in one extent.
+        max_pages: Largest number of pages.
     """
 
     def __init__(self, pages: Pages, max_pages: int) -> None:
         self.max_pages = max_pages
         self.limit = max_pages
-        """Pages that there can be now: those that there are, once more were refused."""
+        """Present limit of pages: ``max_pages``, or after a refusal the number of allocated pages."""
         self._pages = pages
         self._next_attempt = 0.0
         self._has_skipped = False
 
     @property
     def num_room(self) -> int:
-        """Pages that can still be taken."""
+        """Number of pages that can still be taken."""
         pool = self._pages.pool
         return self.limit - pool.num_pages + pool.num_free + pool.num_evictable
 
     @property
     def free_share(self) -> float:
-        """``num_room`` as a share of all pages that there can be now."""
+        """``num_room`` as a share of ``limit``."""
         return self.num_room / max(self.limit, 1)
 
     def grow(self, num_pages: int) -> None:
-        """Allocate before anything that can be found is given up: by half, or just ``num_pages``.
+        """Allocate for ``num_pages`` before findable pages are evicted: half as many again, or just these.
 
-        What a window has passed is given up before.
+        Pages before their window are evicted before memory is allocated.
         """
         pool = self._pages.pool
         have, short = pool.num_pages, num_pages - self._pages.num_spare
@@ -69,6 +69,6 @@ class GrowingPages:
         self._has_skipped = False
 
     def ask_again(self) -> bool:
-        """Let the next ``grow`` ask for memory; returns whether one has not asked since the last refusal."""
+        """Let the next ``grow`` ask for memory; returns whether one has skipped it since the last refusal."""
         self._next_attempt = 0.0
         return self._has_skipped

@@ -1,4 +1,4 @@
-"""What each request of a session holds."""
+"""``Held``: the pages and states that a request of a session holds."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,18 +12,18 @@ from kvloom.integrations.transformers.batching.report import PageMap, RequestPag
 from kvloom.paging import PagePool, PageTable
 
 SALT: Final = "cache_salt"
-"""Where a request has its salt, among the arguments of its logits processors: those outlive a preemption."""
+"""Key of a request's salt among the arguments of its logits processors, which outlive a preemption."""
 CHOICE: Final = "choice"
-"""Where it has its ``Choice``, the same."""
+"""Key of a request's ``Choice`` among these arguments."""
 
 
 class RequestStates(NamedTuple):
     """The recurrent states of one request.
 
     Attributes:
-        cache: ``StateRows`` where they are, perhaps beside those of others.
-        row: Which of its rows they are.
-        num_tokens: Tokens of which they know.
+        cache: ``StateRows`` with the states, and possibly those of other requests.
+        row: Row of the request.
+        num_tokens: Number of tokens that the states include.
     """
 
     cache: Any
@@ -33,21 +33,21 @@ class RequestStates(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What one request holds.
+    """Pages and states of one request.
 
     Attributes:
         groups: Its pages in each group of layers.
-        salt: Under which it finds others.
-        num_prompt: Tokens of its prompt.
-        num_found: Those of them whose pages were found.
-        state: Of the model when it began, as of ``ModelWatch``.
-        num_shared: Pages that its prompt has in common with a text that was known; 0 once that is noted.
+        salt: Its ``cache_salt``.
+        num_prompt: Number of tokens of its prompt.
+        num_found: Number of tokens of its prompt whose pages were found.
+        state: State of the model when the request began, as ``ModelWatch`` names it.
+        num_shared: Number of pages that its prompt shares with a known text; 0 once these are preferred.
         states: Its recurrent states; ``None`` before it has any.
-        wanted: Numbers of its first tokens behind which copies of its states are kept for others.
-        kept: Those copies, by these numbers, until others can find them.
-        went_on: Tokens behind the states that others find and it went on from; 0 for none.
-        published: Its tokens as far as others find their pages.
-        num_stored: Those of them that a store below was given, or had.
+        wanted: Numbers of tokens after which copies of its states are kept for others.
+        kept: These copies by number of tokens, until they are published.
+        went_on: Number of tokens of the last published states that it continued from; 0 for none.
+        published: Its tokens whose pages others can find.
+        num_stored: Number of these tokens that a store below was given, or had.
     """
 
     groups: list[GroupTable]
@@ -70,7 +70,7 @@ class Held:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have their place."""
+        """Number of tokens that have a slot."""
         return self.groups[0].num_tokens
 
 
@@ -80,10 +80,10 @@ def salt_of(state: Any) -> str:
 
 
 def most_findable(state: Any, tokens: Sequence[int]) -> int:
-    """Tokens at the beginning of a prompt that may be found.
+    """Largest number of tokens of a prompt that may be found.
 
-    The last one is left to compute, and so is the one before it if the request is to be forked, which happens
-    between the two. None may be where the logits of all of them are asked for.
+    The last token is always computed. If the request is to be forked, the last two are computed, since the
+    fork happens between them. It is 0 if the logits of all tokens are requested.
     """
     choice = state.logit_processor_kwargs.get(CHOICE)
     if choice is not None and choice.is_scoring:
@@ -92,12 +92,12 @@ def most_findable(state: Any, tokens: Sequence[int]) -> int:
 
 
 def page_map_of(pool: PagePool, held: Mapping[str, Held], kept: Sequence[PageTable] = ()) -> PageMap:
-    """Which page holds what.
+    """Map of the pages and their holders.
 
     Args:
         pool: The pages.
-        held: What each request holds, by its id.
-        kept: What sessions of agents hold.
+        held: ``Held`` of each request, by its id.
+        kept: Pages that sessions of agents hold.
     """
     requests = tuple(
         RequestPages(

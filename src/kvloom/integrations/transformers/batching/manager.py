@@ -47,43 +47,43 @@ from kvloom.store.store import KVStore
 from kvloom.tracing.recorder import Recorded, Recorder
 
 PAGE_SIZE: Final = 16
-"""Tokens in a page where no ``ContinuousBatchingConfig`` is given."""
+"""Tokens in a page if no ``ContinuousBatchingConfig`` is given."""
 MAX_BATCH_TOKENS: Final = 2048
-"""Tokens of a step where none are given."""
+"""Largest number of tokens in a step if none is given."""
 
 
 class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc]
-    """A session of continuous batching: everything that transformers' manager is, on pages of this library.
+    """A session of continuous batching: transformers' manager, on pages of this library.
 
-    ``add_request`` and ``add_requests`` take a ``cache_salt``, too: only requests of one salt find each
-    other's pages.
+    ``add_request`` and ``add_requests`` also take a ``cache_salt``: only requests with the same salt find
+    each other's pages.
 
-    Of its ``ContinuousBatchingConfig``, ``num_blocks`` are pages of ``page_size`` tokens whatever they are
-    kept as; without it, there can be as many as fit into ``max_memory_percent`` of the memory that is free.
+    In the ``ContinuousBatchingConfig``, ``num_blocks`` is the number of pages of ``page_size`` tokens in any
+    format. Without it, there can be as many as fit into ``max_memory_percent`` of the free memory.
     ``max_blocks_per_request`` has no effect.
 
-    ``record``, ``why``, ``view`` and ``save_events`` are those of ``KVPool``, from any thread, also before a
-    session begins. A recording has requests by their ids. It can be read until this manager begins another
-    session with new pages.
+    ``record``, ``why``, ``view`` and ``save_events`` are those of ``KVPool``. They may be called from any
+    thread, also before a session begins. A recording names requests by their ids. It can be read until this
+    manager begins another session with new pages.
 
     Args:
-        model: What ``continuous_batching`` was called with.
-        generation_config: As of ``model.init_continuous_batching``.
+        model: The model of ``continuous_batching``.
+        generation_config: As in ``model.init_continuous_batching``.
         continuous_batching_config: The same; pages of 16 tokens if ``None``.
         workload_hints: The same.
-        kv: How keys are kept.
-        values: How values are kept.
+        kv: Format of keys.
+        values: Format of values.
         layout: Axis order of the pages.
         share: Whether requests find pages of others.
-        policy: Which pages are given up when others need room, as of ``KVPool.for_model``.
-        wish: What the layers of the model are while this manager has it.
-        state_interval: At which multiples prefixes are found in a model with recurrent states, as of
+        policy: Which pages are evicted when others need room, as in ``KVPool.for_model``.
+        wish: Changes of the model's layers while this manager holds it.
+        state_interval: Multiples at which prefixes are found in a model with recurrent states, as in
             ``continuous_batching``.
-        store: Below the pages.
+        store: Store below the pages.
 
     Raises:
-        ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
-        UnsupportedError: a field asks for what there is not, latents of the model must be expanded, or it is
+        ArgumentError: an argument, or a field of a configuration, has an invalid value; nothing was changed.
+        UnsupportedError: a field is not supported, latents of the model must be expanded, or the model is
             wrong in pieces; nothing was changed.
     """
 
@@ -117,7 +117,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._kv = self._format.kind(*only_head_dims(text))
         self._share, self._policy = share and config.allow_block_sharing, policy
         self._interval = expect_interval(state_interval, config.page_size)
-        windows_of(text)  # refuses a model whose windows have no size
+        windows_of(text)  # raises for a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
         generation = deepcopy(generation_config or model.generation_config)
@@ -125,13 +125,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             generation.eos_token_id = -1
         self._cache: BatchCache | None = None
         self.agents = AgentSessions()
-        """Of agents; replaced before a session begins for other limits."""
+        """Sessions of agents; may be replaced before a session begins, to have other limits."""
         self._has_begun = False  # with this cache
         self._making = RLock()
         self._stateful = stateful_layers_of(model)
         self._specs: Specs = {}
         if self._stateful is not None:
-            trial = trial_of(model)  # before the model has the attention of a session
+            trial = trial_of(model)  # while the model still has its own attention
             if trial.why_wrong:
                 raise UnsupportedError(trial.why_wrong)
             self._specs = trial.specs
@@ -144,15 +144,15 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         )
         self.model = model
         self.stepped: Any = model
-        """What each step calls; replaced before a session begins to see its logits."""
+        """Model that each step calls; may be replaced before a session begins, to see its logits."""
         self.logit_processor.supported_keys.update({SALT: str, TURN: AgentTurn})
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Set the attention that knows these pages; ``stop`` sets the one that was there before."""
+        """Set the attention that reads these pages; ``stop`` restores the one before."""
         model = model.attending if isinstance(model, Attending) else model
         hold_layers(model, self._holder, self._wish)
         if not hasattr(self, "_watch"):
-            self._watch = ModelWatch(model)  # with the layers that it has in a session
+            self._watch = ModelWatch(model)  # made after the layers were changed for the session
         before = model.config._attn_implementation
         if before != IMPLEMENTATION:
             self._identify(model)
@@ -160,7 +160,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             self._original_attn_impl = before
 
     def _identify(self, model: Any) -> None:
-        """Learn whose keys and values a store gets, of a model that has the attention of its forwards."""
+        """Identify the model for a store, while it still has its own attention."""
         state = self._watch.state()
         if self._store is not None and (self._identity is None or self._identity[0] != state):
             from kvloom.integrations.transformers.identity import identify
@@ -179,13 +179,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 cache.prefixes.reads = StoreReads(*own)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """As theirs; the layers of the model are as they were before the session, too."""
+        """Stop as transformers does, and restore the layers of the model."""
         super().stop(*args, **kwargs)
         if not self.is_running():
             self.release()
 
     def release(self) -> None:
-        """Let the layers of the model be as they were before the session, as ``stop`` does."""
+        """Restore the layers of the model as they were before the session, as ``stop`` does."""
         release_layers(self.model, self._holder)
 
     @property
@@ -200,18 +200,19 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         agent_turn: AgentTurn | None = None,
         **kwargs: Any,
     ) -> str | None:
-        """As transformers' own, with a salt and perhaps the session of an agent.
+        """Add a request as transformers does, with a salt and optionally an agent's session.
 
         Args:
             input_ids: Tokens of the prompt.
-            args: As theirs.
-            cache_salt: Only requests of one salt share pages.
-            agent_turn: A new one, with the session that keeps the pages of the request when it has ended.
-            kwargs: As theirs.
+            args: As in transformers.
+            cache_salt: Only requests with the same salt share pages.
+            agent_turn: A new turn of the session that holds the pages of the request after its end.
+            kwargs: As in transformers.
 
         Raises:
-            ArgumentError: there are no ``input_ids``, one alone where ``num_return_sequences`` is above 1, or
-                one that the model's embedding has no row for; or the salt is no string, or the turn no turn.
+            ArgumentError: ``input_ids`` is empty, has one token while ``num_return_sequences`` is above 1, or
+                has a token without a row in the model's embedding; or the salt is no string, or the turn is
+                no ``AgentTurn``.
         """
         least = 2 if self.num_return_sequences > 1 else 1
         if len(input_ids) < least:
@@ -229,12 +230,12 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         return name
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
-        """As theirs, but wakes the thread, which would look up in a tenth of a second only."""
+        """Join as transformers does, but wake the thread, which else waits up to a tenth of a second."""
         self._wake_up_loop.set()
         super().join(stop_trigger_time, timeout)
 
     def report(self) -> BatchReport:
-        """Pages, requests and counts of this moment; no pages before the session begins."""
+        """Report of the present pages, requests and counts; no pages before the session begins."""
         cache, processor, layers = self._cache, self.batch_processor, report_layers(self.model).summary()
         of_layers = {
             name: layers[name] for name in ("batch_invariant", "packed_bytes", "not_invariant", "not_packed")
@@ -275,25 +276,25 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     @property
     def most_positions(self) -> int | None:
-        """Tokens that a request can have without changing the positions of others; ``None`` for any."""
+        """Largest length of a request that does not change the RoPE of others; ``None`` for any."""
         rope = dynamic_rope(self.model)
         return None if rope is None else rope.limit
 
     def tokens_found(self, request_id: str) -> int:
-        """Tokens of the prompt of a running request whose pages were found; 0 if it holds no pages."""
+        """Number of tokens of a running request's prompt whose pages were found; 0 if it holds no pages."""
         return 0 if self._cache is None else self._cache.tokens_found(request_id)
 
     def page_map(self) -> PageMap:
-        """Which page holds what; empty before the session begins."""
+        """Map of the pages and their holders; empty before the session begins."""
         return PageMap((), ()) if self._cache is None else self._cache.page_map()
 
     def why(self, input_ids: Sequence[int], salt: str = "") -> list[Miss]:
-        """Why a request would not find the full pages of a text now; there is none for those it would find.
+        """Reasons why a request would not find full pages of a text now; empty if it would find all.
 
-        A store below is asked, too, as by ``KVPool.why``.
+        A store below is asked, too, as in ``KVPool.why``.
 
         Args:
-            input_ids: Tokens of the prompt, of which the last is always computed.
+            input_ids: Tokens of the prompt; the last one is always computed.
             salt: Its ``cache_salt``.
 
         Raises:
@@ -311,18 +312,18 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         return Recorded(pages, cache.tree, cache.tables, cache.bytes_per_sector, cache.lock, record)
 
     def _cache_to_record(self) -> BatchCache:
-        """The cache of the session, made now if it has not begun."""
+        """The cache of the session, made now if there is none."""
         with self._making:
             if self._cache is None:
                 self._cache = self._make_cache()
             return self._cache
 
     def _generation_step(self) -> None:
-        """As theirs."""
+        """Compute a step as transformers does, with ``stepped`` as the model."""
         self.batch_processor._generation_step(self.stepped)
 
     def _create_batch_processor(self) -> Any:
-        """As theirs, with our cache and scheduler."""
+        """Make a processor as transformers does, with our cache and scheduler."""
         if isinstance(self.batch_processor, ContinuousBatchProcessor):
             self.batch_processor.reset()
             return self.batch_processor
@@ -364,7 +365,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         max_pages, max_batch_tokens = config.num_blocks, config.max_batch_tokens or MAX_BATCH_TOKENS
         if max_pages is None:
             free = free_bytes(model.device)
-            # Where nobody knows what is free, the pages of as many requests as the model can read at once.
+            # If free memory is unknown, pages for 64 requests of the model's longest text.
             longest = getattr(text, "max_position_embeddings", None) or 4096
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
@@ -392,7 +393,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         return cache
 
     def _make_states(self, max_pages: int) -> PoolStates:
-        """What keeps recurrent states that are found, in as many bytes as pages, or those of eight texts."""
+        """Pages of findable recurrent states, in half the bytes of pages, at least for eight texts."""
         model, size, specs = self.model, self._format.page_size, self._specs
         nbytes = max_pages * page_bytes(text_config_of(model), self._format, model.dtype) // STATES_SHARE
         return PoolStates(specs, size, self._interval, max(nbytes, least_bytes(specs, size)), model.device)

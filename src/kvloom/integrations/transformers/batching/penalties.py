@@ -1,6 +1,6 @@
-"""Changes of a request's logits that transformers has no processor for, as processors of transformers.
+"""Logits processors for penalties and biases that transformers does not have.
 
-Shapes: N tokens of the request so far, V tokens that the model knows.
+Shapes: N tokens of the request so far, V tokens of the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from transformers import LogitsProcessor
 
 
 class CountPenalties(LogitsProcessor):  # type: ignore[misc]
-    """Lowers the logits of tokens that the answer has already, as OpenAI's API defines it.
+    """Presence and frequency penalties of tokens that were generated, as OpenAI's API defines them.
 
-    ``logit - count * frequency - (count > 0) * presence``, where ``count`` is how often the token was
-    generated; the prompt does not count.
+    ``logit - count * frequency - (count > 0) * presence``, where ``count`` is the number of times that the
+    token was generated; the prompt is not counted.
 
     Args:
-        num_prompt: Tokens of the prompt.
-        presence: Once for each token that was generated.
-        frequency: As often as it was generated.
+        num_prompt: Number of tokens of the prompt.
+        presence: Penalty of a token that was generated.
+        frequency: Penalty for each time that a token was generated.
     """
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
@@ -33,10 +33,10 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc]
 
 
 class TokenBias(LogitsProcessor):  # type: ignore[misc]
-    """Adds a number to the logits of some tokens; a token that no logit is of is left out.
+    """Biases that are added to the logits of some tokens; ids without a logit are ignored.
 
     Args:
-        bias: Of each token id.
+        bias: Bias of each token id.
     """
 
     def __init__(self, bias: Mapping[int, float]) -> None:

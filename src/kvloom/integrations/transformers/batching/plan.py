@@ -1,4 +1,4 @@
-"""The requests of a step, and what is made of them when its forward begins."""
+"""The requests of a step, and the metadata made of them when its forward begins."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +16,8 @@ class Begun(NamedTuple):
     """A step whose forward has begun.
 
     Attributes:
-        step: Where its tokens lie.
-        calls: Of mixers; ``None`` for a model without recurrent states.
+        step: Attention metadata of the step.
+        calls: Calls of mixers; ``None`` for a model without recurrent states.
     """
 
     step: Step
@@ -25,16 +25,16 @@ class Begun(NamedTuple):
 
 
 class StepPlan:
-    """Which requests the next step feeds.
+    """The requests that the next step feeds.
 
     Args:
-        groups: Of layers.
-        stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
-        device: Where the model is.
+        groups: Groups of layers.
+        stateful: Layers of any cache for a model with recurrent states; ``None`` for other models.
+        device: Device of the model.
 
     Attributes:
-        num_steps: Steps that have begun.
-        num_tokens: Tokens in them.
+        num_steps: Number of steps that have begun.
+        num_tokens: Number of tokens in them.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class StepPlan:
         self.clear()
 
     def clear(self) -> None:
-        """Feed nobody."""
+        """Remove all requests."""
         self._feeds: list[tuple[str, int, int]] = []
         self._begun: Begun | None = None
 
     def add(self, request_id: str, past: int, new: int) -> None:
-        """Feed a request ``new`` tokens behind ``past`` stored ones, in a step that has not begun."""
+        """Add a request with ``new`` tokens after ``past`` stored ones; begins a new step if needed."""
         if self._begun is not None:
             self.clear()
         self._feeds.append((request_id, past, new))
 
     def begin(self, held: Mapping[str, Held], lock: AbstractContextManager[Any]) -> Begun:
-        """The step, made once.
+        """The step, made at the first call.
 
         Args:
-            held: What each request holds.
-            lock: Held while it is made, and by whoever changes what requests hold.
+            held: ``Held`` of each request.
+            lock: Lock of ``held``, taken while the step is made.
 
         Raises:
             StateError: as ``MixerCalls``.

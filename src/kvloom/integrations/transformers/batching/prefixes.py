@@ -20,22 +20,22 @@ from kvloom.paging import PageRef
 
 
 class SessionPrefixes(Prefixes):
-    """Finds and publishes pages of a session.
+    """Prefixes of a session, with methods that find and publish its pages.
 
-    A model may change while a session is paused. Requests that begin afterwards find no pages of before, and
-    those that ran meanwhile publish none, as some of their tokens were computed before and some afterwards.
+    A model may change while a session is paused. Requests that begin after the change find no earlier pages.
+    Requests that began before it publish none, since their tokens were computed in two states.
 
     Attributes:
-        state: Of the model when the present step began.
+        state: State of the model when the present step began.
         states: As below.
-        reads: What is read from a store below; ``None`` without one.
+        reads: Reads from a store below; ``None`` without one.
 
     Args:
-        groups: Those of the session.
-        watch: Of the model; ``None`` for one that never changes.
-        states: What keeps recurrent states of its texts; ``None`` for nothing.
-        stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
-        agents: Sessions of agents, whose pages are of ``groups``.
+        groups: Groups of the session.
+        watch: Watch of the model; ``None`` for one that never changes.
+        states: Pages of recurrent states; ``None`` for none.
+        stateful: Layers of any cache for a model with recurrent states; ``None`` for other models.
+        agents: Sessions of agents, which hold pages of ``groups``.
     """
 
     def __init__(
@@ -53,26 +53,26 @@ class SessionPrefixes(Prefixes):
         self.reads: StoreReads | None = None
 
     def refresh(self, is_thorough: bool = False) -> None:
-        """Learn the state of the model: before each step, and thoroughly before pages are found."""
+        """Update the state of the model: before each step, and thoroughly before pages are found."""
         if self._watch is not None:
             self.state = self._watch.state() if is_thorough else self._watch.quick_state()
 
     def scope(self, salt: str) -> str:
-        """Where the trees have the pages of a salt now."""
+        """Present scope of a salt's pages in the trees."""
         return scope_of(salt, state=self.state)
 
     def is_read(
         self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int, turn: AgentTurn | None
     ) -> bool:
-        """Whether a request may begin, since what stores have of its prompt is read; begins to read it.
+        """Whether a request may begin, since stores have been read for it; starts reading them.
 
-        The arguments are those of ``begin_request``.
+        Arguments are those of ``begin_request``.
         """
         reads = self.reads
         if reads is None or reads.state != self.state:
             return True
         text, stored = tokens[:max_tokens], scope_of(salt)
-        # The end of a session's text is read where nobody here has it.
+        # The partial last page of a session's text is read only if no session here has it.
         rest = self.page_size - 1 if turn and not self.agents.usable(turn, tokens, salt, self.state) else 0
 
         def needed() -> list[tuple[Needed, Sequence[int]]]:
@@ -90,15 +90,15 @@ class SessionPrefixes(Prefixes):
         max_tokens: int,
         turn: AgentTurn | None,
     ) -> Held:
-        """What a request holds that begins, with what is known of its prompt.
+        """``Held`` of a request that begins, with the pages that are known of its prompt.
 
         Args:
-            request_id: Of the request.
-            tokens: Of the prompt.
-            num_prompt: All tokens of it.
-            salt: Under which they are known.
-            max_tokens: That may be found.
-            turn: Of an agent's session; ``None`` if it is of none.
+            request_id: Id of the request.
+            tokens: Tokens that are to be computed.
+            num_prompt: Number of all tokens of the prompt.
+            salt: Salt of the request.
+            max_tokens: Largest number of tokens that may be found.
+            turn: Turn of an agent's session; ``None`` without a session.
         """
         try:
             num_pages, found = self.find(request_id, tokens, salt, max_tokens)
@@ -133,14 +133,14 @@ class SessionPrefixes(Prefixes):
     def find_part(
         self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, max_tokens: int, num_pages: int
     ) -> tuple[int, list[PageRef]]:
-        """The page behind the full ones that an agent's session has in part; as of ``begin_request``.
+        """The partial page after the full ones in an agent's session; arguments as in ``begin_request``.
 
         Args:
-            num_pages: That are known of the prompt.
+            num_pages: Number of full pages that are known of the prompt.
 
         Returns:
-            Tokens that are known with it, and the page of each group, which nobody holds for the caller; none
-            if it adds nothing.
+            Number of tokens that are known with it, and the page of each group, not retained for the caller;
+            no pages if it adds no tokens.
         """
         num_known = num_pages * self.page_size
         session = self.agents.usable(turn, tokens, salt, self.state)
@@ -156,16 +156,16 @@ class SessionPrefixes(Prefixes):
     def find(
         self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int
     ) -> tuple[int, list[list[PageRef]]]:
-        """Retain the pages of the longest prefix that is known, with those that were read for the request.
+        """Retain the pages of the longest known prefix, including pages that were read for the request.
 
         Args:
-            request_id: Of the request.
-            tokens: Of the prompt.
-            salt: Under which they are known.
-            max_tokens: Of the prefix.
+            request_id: Id of the request.
+            tokens: Tokens of the prompt.
+            salt: Salt of the request.
+            max_tokens: Largest number of tokens of the prefix.
 
         Returns:
-            Pages of the prefix, and those of each group that it needs, held by the caller.
+            Number of pages of the prefix, and the pages of each group that it needs, held by the caller.
         """
         self.refresh(is_thorough=True)
         scope = self.scope(salt)
@@ -181,13 +181,13 @@ class SessionPrefixes(Prefixes):
         return num_pages, found
 
     def has_read(self, request_id: str) -> bool:
-        """Whether something was read for a request."""
+        """Whether stores had pages for a request that is waiting."""
         return self.reads is not None and self.reads.has(request_id)
 
     def _take(
         self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int
     ) -> list[list[PageRef]]:
-        """Let the trees have what was read for a request; the pages are held by the caller."""
+        """Add the pages that were read for a request to the trees; the caller holds them."""
         reads = self.reads
         if reads is None or reads.state != self.state or not reads.has(request_id):
             return []
@@ -214,9 +214,9 @@ class SessionPrefixes(Prefixes):
         """Let the session of an agent hold the pages of a request that ends, unless the model has changed.
 
         Args:
-            turn: Of the request.
-            held: What the request holds.
-            tokens: Its own, all computed, whose full pages are published.
+            turn: Turn of the request.
+            held: ``Held`` of the request.
+            tokens: Computed tokens of the request, whose full pages are published.
         """
         if held.state != self.state:
             return
@@ -239,7 +239,7 @@ class SessionPrefixes(Prefixes):
         self.agents.keep(turn, tokens, held.salt, held.state, groups, limits)
 
     def store(self, held: Held) -> None:
-        """Give the store below what a request published since it did so last."""
+        """Pass the pages that a request published since the last call to the store below."""
         tokens, reads = held.published, self.reads
         if reads is None or reads.state != held.state or len(tokens) <= held.num_stored:
             return
@@ -252,16 +252,16 @@ class SessionPrefixes(Prefixes):
         return self.page_size if self.states is None else self.states.interval
 
     def num_parted(self, tokens: Sequence[int], scope: str) -> int:
-        """Pages that a text shares with a known one, which are evicted later, as ``num_shared``."""
+        """Number of pages that a text shares with a known one, as ``num_shared``; these are evicted later."""
         return num_shared(self, self.states, tokens, scope)
 
     def wanted(self, num_tokens: int, num_found: int, num_shared: int) -> frozenset[int]:
-        """Behind how many tokens of a prompt its states are kept: at its end, and where it parts from others.
+        """Numbers of tokens after which a prompt's states are kept: at its end, and where others differ.
 
         Args:
-            num_tokens: Of the prompt, whose last one is always computed by whoever finds it.
-            num_found: Tokens that were found.
-            num_shared: As ``num_parted`` said.
+            num_tokens: Number of tokens of the prompt. A request that finds it computes the last one itself.
+            num_found: Number of tokens that were found.
+            num_shared: Result of ``num_parted``.
         """
         if self.states is None:
             return frozenset()
@@ -270,7 +270,7 @@ class SessionPrefixes(Prefixes):
         return frozenset(end for end in ends if end > num_found)
 
     def read_states(self, refs: Sequence[PageRef], cache: Cache, request: int) -> None:
-        """Let the cache of a request have the states in the page that ``find`` found, which is released."""
+        """Restore the states of the page that ``find`` found into a request's cache; releases the page."""
         if self.states is None:
             return
         table = self.states.group.new_table()

@@ -1,7 +1,7 @@
-"""Log probabilities of prompts: a step computes logits of their tokens, too, where a request asks for them.
+"""Log probabilities of prompts: a step also computes logits of their tokens if a request asks for them.
 
-Shapes: T tokens of all requests of a step, L of them that transformers asks logits of, V tokens that the
-model knows.
+Shapes: T tokens of all requests of a step, L of them whose logits transformers asks for, V tokens of the
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from kvloom.integrations.transformers.batching.held import CHOICE
 
 
 class _Rows(NamedTuple):
-    """The tokens of one request in a step whose logits are those of tokens of its prompt.
+    """Prompt tokens of one request in a step.
 
     Attributes:
-        choice: Of the request.
-        start: Of the first, among the tokens of the step.
-        position: Of the first, in the prompt.
-        following: The tokens behind each.
+        choice: Choice of the request.
+        start: Index of the first token among the tokens of the step.
+        position: Position of the first token in the prompt.
+        following: The next token after each of them.
     """
 
     choice: Any
@@ -32,7 +32,7 @@ class _Rows(NamedTuple):
 
 
 class ScoringModel:
-    """In the place of the model in the steps of a session: requests see the logits of their prompts.
+    """Wrapper of the model in the steps of a session, which passes requests the logits of their prompts.
 
     Args:
         model: The model.
@@ -49,7 +49,7 @@ class ScoringModel:
         """Remember the prompts of the next step.
 
         Args:
-            requests: transformers' own, in the order of their tokens.
+            requests: Requests of transformers, in the order of their tokens.
         """
         self._rows, start = [], 0
         for request in requests:
@@ -62,7 +62,7 @@ class ScoringModel:
             start += count
 
     def __call__(self, **inputs: Any) -> Any:
-        """As the model's, whose logits are ``[1, L, V]``, or ``[1, T, V]`` of one that always gives all."""
+        """The model's output, with logits ``[1, L, V]``, or ``[1, T, V]`` if the model always returns all."""
         rows, self._rows = self._rows, []
         kept, first = inputs.get("logits_to_keep"), 0
         if rows and kept is not None:
@@ -80,11 +80,11 @@ class ScoringModel:
 
 
 class ProcessorsOfRequests(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
-    """A session's processors, which learn what each step computes.
+    """Logits processors of a session that pass the requests of each step to a ``ScoringModel``.
 
     Args:
-        processors: As theirs.
-        model: Told of the requests of each step.
+        processors: As in transformers.
+        model: The model of the steps.
     """
 
     def __init__(self, processors: Any, model: ScoringModel) -> None:
@@ -92,6 +92,6 @@ class ProcessorsOfRequests(ContinuousBatchingLogitsProcessorList):  # type: igno
         self._model = model
 
     def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
-        """As theirs."""
+        """Prepare as transformers does, and note the requests of the step."""
         self._model.note(requests_in_batch)
         return super().prepare_tensor_args(requests_in_batch, arg_storage)

@@ -1,7 +1,8 @@
 """Recurrent states of the requests of a session, and the calls of mixers that change them.
 
-The new tokens of a step lie behind each other, which a mixer would take for one text. So it is called once
-for all requests that have as many new tokens, with a row for each: once in a step in which each has one.
+The new tokens of a step are packed in one row, which a mixer would take for one text. So it is called once
+for all requests with the same number of new tokens, with one row for each request. A step with one token for
+each request needs one call.
 
 Shapes: T new tokens of a step, B requests of a call, N new tokens of each.
 """
@@ -33,16 +34,16 @@ _OF_STEP: Final = (
     "block_table",
     "is_causal",
 )
-"""Arguments with which transformers describes a step, and which are wrong for a part of it."""
+"""Arguments by which transformers describes a whole step; they are wrong for a part of it."""
 
 
 class Feed(NamedTuple):
-    """What a step feeds one request.
+    """Tokens of one request in a step.
 
     Attributes:
-        held: What the request holds.
-        past: Tokens of which its states know.
-        new: Tokens behind them.
+        held: ``Held`` of the request.
+        past: Number of tokens that its states include.
+        new: Number of new tokens.
     """
 
     held: Held
@@ -51,21 +52,21 @@ class Feed(NamedTuple):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """In which pieces mixers get the new tokens: one ends where a copy of the states is wanted."""
+        """Lengths of the pieces of new tokens, which end where copies of the states are wanted."""
         end = self.past + self.new
         ends = [self.past, *sorted(x for x in self.held.wanted if self.past < x < end), end]
         return tuple(b - a for a, b in pairwise(ends))
 
 
 class StateRows(Cache):  # type: ignore[misc]
-    """States of B requests, a row for each.
+    """Cache with the states of B requests, a row for each.
 
     Attributes:
-        touched: Those that a mixer asked for since this was cleared.
-        recording: What is told of the calls of mixers with it; ``None`` for nothing.
+        touched: Keys of the states that a mixer read or wrote since it was cleared.
+        recording: Object that records the calls of mixers with this cache; ``None`` for none.
 
     Args:
-        layers: Of any cache for the model, whose kinds and numbers of states count.
+        layers: Layers of any cache for the model, with its kinds and numbers of states.
     """
 
     recording: Any = None
@@ -75,26 +76,26 @@ class StateRows(Cache):  # type: ignore[misc]
         self.touched: set[Key] = set()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """As transformers'."""
+        """Read a state, and record it in ``touched``."""
         self.touched.add(Key(layer_idx, "conv", state_idx))
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """As transformers'."""
+        """Read a state, and record it in ``touched``."""
         self.touched.add(Key(layer_idx, "recurrent", state_idx))
         return super().get_recurrent_state(layer_idx, state_idx)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Any:
-        """As transformers'."""
+        """Write a state, and record it in ``touched``."""
         self.touched.add(Key(layer_idx, "conv", state_idx))
         return super().update_conv_state(conv_states, layer_idx, state_idx=state_idx, **kwargs)
 
     def update_recurrent_state(
         self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Any:
-        """As transformers'."""
+        """Write a state, and record it in ``touched``."""
         self.touched.add(Key(layer_idx, "recurrent", state_idx))
         return super().update_recurrent_state(states, layer_idx, state_idx=state_idx, **kwargs)
 
@@ -109,7 +110,7 @@ class StateRows(Cache):  # type: ignore[misc]
         return {key: x for key, x in found.items() if x is not None}
 
     def copy_row(self, row: int, keys: Iterable[Key], other: Cache) -> None:
-        """Let another cache have some states of one request, in a row of its own."""
+        """Copy some states of one request to another cache, as its only row."""
         tensors = self.tensors()
         for key in keys:
             if key in tensors:
@@ -118,12 +119,12 @@ class StateRows(Cache):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Call:
-    """Requests that a mixer is called for at once, with some of their tokens.
+    """One call of a mixer for several requests, with some of their tokens.
 
     Attributes:
-        index: ``[B, N]``, where these are among those of the step.
-        cache: Their states.
-        copies: Rows of which copies are wanted behind these tokens, and where they go.
+        index: ``[B, N]``, indices of these tokens among those of the step.
+        cache: States of the requests.
+        copies: Rows to be copied after these tokens, and the caches for the copies.
     """
 
     index: Tensor
@@ -135,12 +136,12 @@ class MixerCalls:
     """The calls of mixers in one step.
 
     Args:
-        layers: As of ``StateRows``.
-        feeds: Of the requests, in the order of their tokens.
-        device: Where the model is.
+        layers: As in ``StateRows``.
+        feeds: Tokens of the requests, in the order of the step.
+        device: Device of the model.
 
     Raises:
-        StateError: the states of a request are not those behind its stored tokens.
+        StateError: the states of a request are not those after its stored tokens.
     """
 
     def __init__(self, layers: Sequence[Any], feeds: Sequence[Feed], device: torch.device) -> None:
@@ -174,18 +175,18 @@ class MixerCalls:
                 feed.held.states = RequestStates(cache, row, feed.past + feed.new)
         self._order = torch.cat([call.index.flatten() for call in self._calls]).argsort()
         self._outputs = list[Any]()
-        self._depth = 0  # of mixers that are called for the last requests
+        self._depth = 0  # number of nested mixers that run
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call a mixer for all requests but the last ones.
+        """Call a mixer for all requests except those of the last call.
 
         Returns:
-            Its arguments for these; ``None`` for a mixer that another one calls, which has its own.
+            Its arguments for the last call; ``None`` for a mixer within another one, whose arguments stay.
 
         Raises:
-            StateError: it is given other tokens than those of the step.
+            StateError: the mixer is given other tokens than those of the step.
             UnsupportedError: an argument cannot be cut.
         """
         self._depth += 1
@@ -205,11 +206,11 @@ class MixerCalls:
             self._outputs.append(module(*own, **names))
             self._keep(call)
         last.cache.touched.clear()
-        last.cache.recording = self  # so that the end of this call is seen
+        last.cache.recording = self  # so that ``after`` is called
         return inputs.rows(last.index).given(last.cache)
 
     def after(self, output: Any) -> Any:
-        """The output for all tokens of the step, where the last call returned this; ``None`` if it raised."""
+        """The output for all tokens of the step, given that of the last call; ``None`` if it raised."""
         self._depth -= 1
         if self._depth:
             return None
@@ -236,7 +237,7 @@ class MixerCalls:
 
 
 def side_by_side(states: Sequence[RequestStates]) -> StateRows:
-    """States of B requests in one cache: the one that they are in, if they are all of it in this order."""
+    """One cache with the states of B requests; their present cache if it has exactly these rows in order."""
     first: StateRows = states[0].cache
     is_all = all(x.cache is first and x.row == i for i, x in enumerate(states))
     if is_all and first.num_rows == len(states):
@@ -249,14 +250,14 @@ def side_by_side(states: Sequence[RequestStates]) -> StateRows:
 
 
 def copied(states: RequestStates) -> RequestStates:
-    """States of one request that no other request changes."""
+    """A copy of the states of one request in a cache of its own."""
     cache = StateRows(states.cache.layers)
     states.cache.copy_row(states.row, states.cache.tensors(), cache)
     return states._replace(cache=cache, row=0)
 
 
 def nbytes_of(held: Sequence[Held]) -> int:
-    """Bytes of the states of requests, and of rows beside them that no request has any more."""
+    """Bytes of the caches with the states of requests, including rows that are no longer used."""
     caches = {id(x.states.cache): x.states.cache for x in held if x.states is not None}
     return sum(x.nbytes for cache in caches.values() for x in cache.tensors().values())
 

@@ -1,4 +1,4 @@
-"""What a session of continuous batching says of its pages, for metrics and maps."""
+"""Reports and page maps of a session of continuous batching."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +9,11 @@ class RequestPages:
     """One request that holds pages.
 
     Attributes:
-        request_id: Of the manager.
+        request_id: Id of the request in the manager.
         salt: Its ``cache_salt``.
-        num_prompt: Tokens of its prompt, to which a preemption adds those that it has generated.
-        num_tokens: Tokens that have their place, those of the current step among them.
-        num_found: Tokens of its prompt whose pages were found, and needed no compute.
+        num_prompt: Number of tokens of its prompt; a preemption adds the tokens generated so far.
+        num_tokens: Number of tokens that have a slot, those of the current step included.
+        num_found: Number of tokens of its prompt whose pages were found, and needed no compute.
         pages: Ids of its pages, in order.
     """
 
@@ -27,39 +27,39 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """A session at one moment; ``free + active + evictable == num_pages``.
+    """Report of a session at one moment; ``free + active + evictable == num_pages``.
 
     Attributes:
-        kv: How keys and values are kept, such as ``"int8:g32"``, as of ``CacheFormat.kind``.
+        kv: Format string of keys and values, such as ``"int8:g32"``, as ``CacheFormat.kind``.
         page_size: Tokens in a page.
         page_bytes: Bytes of a page in the layers that attend to all tokens, or of the shortest window if
-            there are none; scales included. Pages here are those of these layers.
-        max_pages: Pages that there can be.
-        num_pages: Pages that are allocated; they grow on demand.
+            there are none; scales included. The page counts are those of these layers.
+        max_pages: Largest number of pages.
+        num_pages: Number of allocated pages; grows on demand.
         free: Allocated pages that hold nothing.
         active: Pages that requests or sessions of agents hold.
-        shared: Those of them that two requests or more hold.
-        kept: Those of them that sessions of agents hold, and no request does.
-        evictable: Pages that nobody holds and that can be found again; given up when others need them.
+        shared: Active pages that two or more requests hold.
+        kept: Active pages that sessions of agents hold, and no request.
+        evictable: Pages that nobody holds and that can be found again; evicted when others need them.
         waiting: Requests that hold no pages yet.
         running: Requests that take part in steps.
-        finished: Requests that ended, cancelled and failed ones among them.
-        preemptions: How often a request lost its pages to others, to be computed again.
-        tokens_asked: Tokens of prompts that were looked up.
-        tokens_found: Those of them that were found, and needed no compute.
-        steps: Forwards of the model.
-        tokens_computed: Tokens that went through the model.
-        window_bytes: Allocated for the layers of other windows, beside these pages.
-        recent_bytes: Allocated for residual windows, of running requests and of texts that can be found; 0
-            without ``recent``.
-        state_bytes: Of the recurrent states of running requests.
-        found_state_bytes: Allocated for states that requests can find.
-        batch_invariant: Whether a request has the bits that it has alone, in all layers of the model.
-        packed_bytes: Of the packed weights of linear layers.
+        finished: Requests that ended, cancelled and failed ones included.
+        preemptions: Number of times that a request lost its pages to others, and is computed again.
+        tokens_asked: Number of prompt tokens that were looked up.
+        tokens_found: Number of these tokens that were found, and needed no compute.
+        steps: Number of forwards of the model.
+        tokens_computed: Number of tokens in these forwards.
+        window_bytes: Bytes allocated for the layers of other windows, beside these pages.
+        recent_bytes: Bytes allocated for residual windows, of running requests and of texts that can be
+            found; 0 without ``recent``.
+        state_bytes: Bytes of the recurrent states of running requests.
+        found_state_bytes: Bytes allocated for states that requests can find.
+        batch_invariant: Whether a request has the same bits as alone, in all layers of the model.
+        packed_bytes: Bytes of the packed weights of linear layers.
         not_invariant: Numbers of layers whose rows may differ, by the reason.
         not_packed: Numbers of linear layers that could not be packed, by the reason.
-        smoothing: Layers by what was done to smooth their keys, and why not more.
-        store: That of the store below the pages, as of ``KVStore.report``.
+        smoothing: Layers by the reason that says how their keys are smoothed.
+        store: Report of the store below the pages, as ``KVStore.report``.
     """
 
     kv: str
@@ -94,12 +94,12 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
-    """Which page holds what, at one moment.
+    """Map of the pages and their holders at one moment.
 
     Attributes:
-        states: Of each allocated page, ``"free"``, ``"active"``, ``"shared"``, ``"kept"`` for a session of an
-            agent, or ``"evictable"``.
-        requests: Those that hold pages.
+        states: State of each allocated page: ``"free"``, ``"active"``, ``"shared"``, ``"kept"`` for a session
+            of an agent, or ``"evictable"``.
+        requests: Requests that hold pages.
     """
 
     states: tuple[str, ...]

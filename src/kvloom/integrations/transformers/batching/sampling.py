@@ -1,7 +1,7 @@
-"""Each request of a session chooses its tokens by itself: temperature, top_p, top_k, min_p, seed, processors.
+"""Sampling by request in a session: temperature, top_p, top_k, min_p, seed, processors.
 
 transformers' sessions have one generator and one configuration for all requests. Shapes: N tokens of a
-request so far, V tokens that the model knows.
+request so far, V tokens of the vocabulary.
 """
 
 import random
@@ -20,17 +20,17 @@ from kvloom.integrations.transformers.batching.held import CHOICE, SALT
 from kvloom.integrations.transformers.batching.prompt_scores import ProcessorsOfRequests, ScoringModel
 
 _ROWS: Final = 64
-"""Tokens of a prompt whose log probabilities are computed at once."""
+"""Number of prompt tokens whose log probabilities are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogProb:
-    """Natural logarithms of probabilities, as the model gives them, before processors and temperature.
+    """Log probabilities (natural) of the model, before processors and temperature.
 
     Attributes:
-        chosen: Of the token that was chosen.
-        tokens: Those that are likeliest, the likeliest first.
-        logprobs: Theirs.
+        chosen: Log probability of the chosen token.
+        tokens: The likeliest tokens, the likeliest first.
+        logprobs: Their log probabilities.
     """
 
     chosen: float
@@ -40,26 +40,26 @@ class LogProb:
 
 @dataclass(slots=True)
 class Choice:
-    """How one request chooses its tokens, and what it learns when it does.
+    """Sampling parameters of one request, and its tokens and log probabilities.
 
     The same seed chooses the same tokens, whatever else is in the session and however often the request is
-    preempted, where the numbers of the model are the same.
+    preempted, if the logits have the same bits.
 
     Attributes:
-        temperature: 0, and what is below 1e-5, takes the likeliest token.
-        top_p: Of the likeliest tokens, as few as have this probability together; 1 is all.
-        top_k: Of the likeliest tokens, this many; 0 is all.
-        min_p: Of the tokens, those that have this share of the likeliest one's probability; 0 is all.
+        temperature: Temperature; below 1e-5 the likeliest token is taken.
+        top_p: Sample from the fewest likeliest tokens with this total probability; 1 for all.
+        top_k: Sample from this number of likeliest tokens; 0 for all.
+        min_p: Sample from tokens with at least this share of the likeliest one's probability; 0 for all.
         processors: ``LogitsProcessor`` of transformers, called in order with ``input_ids`` ``[1, N]`` and
             ``scores`` ``[1, V]`` of this request alone before its token is chosen.
-        seed: Of the numbers that are drawn, one for each token.
-        num_logprobs: Likeliest tokens in each of ``logprobs``; ``None`` makes none.
-        scores_prompt: Whether the prompt has log probabilities as well, if the new tokens have any. All of it
-            is computed then, whatever of it is known.
+        seed: Seed of the random numbers, one for each token.
+        num_logprobs: Number of likeliest tokens in each of ``logprobs``; ``None`` makes no ``logprobs``.
+        scores_prompt: Whether the prompt has log probabilities, too, if the new tokens have any. The whole
+            prompt is then computed, even if pages of it are known.
         tokens: The new tokens, in order.
         logprobs: One for each new token, in order.
-        prompt_logprobs: One for each token of the prompt but the first, in order.
-        num_found: Tokens of the prompt whose pages were found; ``None`` before the first new token.
+        prompt_logprobs: One for each token of the prompt except the first, in order.
+        num_found: Number of prompt tokens whose pages were found; ``None`` before the first new token.
     """
 
     temperature: float = 0.0
@@ -77,12 +77,12 @@ class Choice:
     _prompt: Tensor | None = None
 
     def __deepcopy__(self, memo: Any) -> "Choice":
-        """Itself: a preemption copies the arguments of a request, which stays the same request."""
+        """The choice itself, since a preemption copies the arguments of a request."""
         return self
 
     @property
     def is_plain(self) -> bool:
-        """Whether the likeliest token is taken, and nothing else is asked."""
+        """Whether the likeliest token is taken, without processors and log probabilities."""
         return self.temperature == 0 and self.num_logprobs is None and not self.processors
 
     @property
@@ -94,12 +94,12 @@ class Choice:
         """Keep the log probabilities of a piece of the prompt; a piece may come again after a preemption.
 
         Args:
-            logits: ``[N, V]``, of the model.
-            following: The N tokens behind those that they are of.
-            position: Of the first of those, in the prompt.
+            logits: Logits ``[N, V]`` of the model for N tokens of the prompt.
+            following: The next token after each of the N tokens.
+            position: Position of the first of the N tokens in the prompt.
 
         Raises:
-            StateError: the tokens before them have none.
+            StateError: the tokens before them were not scored.
         """
         known = len(self.prompt_logprobs) - position
         if known < 0:
@@ -112,12 +112,12 @@ class Choice:
             self.prompt_logprobs += self._logprobs(logits[row:end], following[row:end])
 
     def choose(self, logits: Tensor, prompt: Sequence[int], position: int) -> int:
-        """The next token.
+        """Choose the next token.
 
         Args:
-            logits: ``[V]``, of the model.
-            prompt: What was there before the first new token; read when that is chosen.
-            position: Of the new token in the text.
+            logits: Logits ``[V]`` of the model.
+            prompt: Tokens before the first new token; read only when that is chosen.
+            position: Position of the new token in the text.
         """
         changed = logits
         if self.processors:
@@ -133,7 +133,7 @@ class Choice:
         return token
 
     def next_token(self, logits: Tensor, position: int) -> int:
-        """The token for ``logits`` ``[V]``, which processors have changed, at a position of the text."""
+        """The token for processed ``logits`` ``[V]`` at a position of the text."""
         if self.temperature < 1e-5:
             return int(logits.argmax())
         values, tokens = logits, None
@@ -155,7 +155,7 @@ class Choice:
             self.logprobs += self._logprobs(logits[None], [token])
 
     def _logprobs(self, logits: Tensor, chosen: Sequence[int]) -> Iterator[LogProb]:
-        """Of chosen tokens, one for each row of ``logits`` ``[N, V]``."""
+        """Log probabilities of chosen tokens, one for each row of ``logits`` ``[N, V]``."""
         logprobs = logits.float().log_softmax(1)
         best, tokens = logprobs.topk(min(self.num_logprobs or 0, logits.shape[1]))
         own = logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0]
@@ -164,10 +164,10 @@ class Choice:
 
 
 class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
-    """Makes the token that each request chooses the likeliest one, which is what the session takes.
+    """Processor that gives each request's chosen token the largest logit, which the session then takes.
 
     Args:
-        num_found: Tokens of the prompt of a request, by its id, whose pages were found.
+        num_found: Function of a request's id: number of its prompt tokens whose pages were found.
     """
 
     supported_kwargs: dict[str, type] = {  # noqa: RUF012  # the base has it so
@@ -182,10 +182,10 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         self._states: list[Any] = []
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Nothing: what is drawn is not in a tensor."""
+        """Do nothing, since sampling needs no tensor."""
 
     def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
-        """Remember whose logits come next."""
+        """Remember the requests of the next logits."""
         self._states = [request.state for request in requests_with_new_token]
         for state in self._states:
             choice = state.logit_processor_kwargs.get(CHOICE)
@@ -194,7 +194,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         return torch.zeros(len(self._states), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Choose for each request; ``scores`` are ``[requests, V]``."""
+        """Choose a token for each request; ``scores`` are ``[requests, V]``."""
         for row, state in enumerate(self._states):
             choice = state.logit_processor_kwargs.get(CHOICE)
             if choice is not None and not choice.is_plain:
@@ -205,7 +205,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
 
 
 def choose_by_request(manager: Any) -> None:
-    """Let each request of a ``BatchingManager`` that has not started choose by its ``Choice``."""
+    """Let the requests of a ``BatchingManager`` that has not started choose tokens by their ``Choice``."""
     manager.stepped = model = ScoringModel(manager.model)
     sampler = LogitsProcessorList([Sampler(manager.tokens_found)])
     manager.logit_processor = ProcessorsOfRequests(sampler, model)

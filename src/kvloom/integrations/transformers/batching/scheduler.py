@@ -13,24 +13,24 @@ from kvloom.integrations.transformers.batching.held import most_findable, salt_o
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
-    """What is added to a scheduler of transformers.
+    """Mixin for the schedulers of transformers.
 
-    A request waits while another computes a page that both begin with. One that cannot have enough pages even
+    A request waits while another computes a page that both need. A request that cannot get enough pages even
     alone fails, and no other request does.
     """
 
     cache: BatchCache
     fail: Callable[[Exception, Any], None]
-    """Deliver the failure of a request; whoever makes a scheduler sets it."""
+    """Function that reports the failure of a request; set after construction."""
     most_positions: int | None = None
-    """Tokens that a request can have without changing the positions of others; the same."""
+    """Largest length of a request that does not change the RoPE of others; set after construction."""
 
     def add_waiting_request(self, state: Any) -> None:
-        """As theirs; a request without a limit gets as many tokens as there can be pages and positions for.
+        """Add a request; one without a limit gets as many tokens as pages and positions allow.
 
         Raises:
-            ArgumentError: there can never be enough of them, or another request has this id; the session
-                fails the request that is added.
+            ArgumentError: there can never be enough pages or positions, or another request has this id; the
+                session fails the request that is added.
         """
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ArgumentError(f"request_id must be new, got {state.request_id!r}, which has not ended")
@@ -48,11 +48,11 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         super().add_waiting_request(state)
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """As theirs, without a limit of tokens that are read: none is gathered."""
+        """Schedule a step without a limit of tokens that are read, since attention gathers none."""
         with self.cache.lock:
             self.cache.prefixes.refresh()
             self.cache.prefixes.agents.expire()
-        if not self.active_requests:  # theirs waits for an end that a cancelled request never has
+        if not self.active_requests:  # transformers would wait for a cancelled request
             self.block_new_requests = False
         asked_for = None
         while True:
@@ -61,7 +61,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
                 return made
             alone = [*self.active_requests.values(), *self._may_begin()][0]
             if alone is not asked_for and self.cache.growing.ask_again():
-                asked_for = alone  # no request fails for memory that was refused to another
+                asked_for = alone  # a request does not fail because memory was refused to another
                 continue
             with self.cache.lock:
                 if self.cache.prefixes.agents.give_way():
@@ -74,14 +74,14 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
                 return [], False, 0, 0
 
     def finish_request(self, request_id: str) -> None:
-        """As theirs; the session of an agent has the pages of its request from then on."""
+        """Finish a request, and let its agent's session, if any, hold the pages."""
         state = self.active_requests.get(request_id)
         if state is not None and state.error is None:
             self.cache.keep_turn(state)
         super().finish_request(request_id)
 
     def clear_cancelled_requests(self) -> list[Any]:
-        """The same for requests that are cancelled."""
+        """Clear cancelled requests, and let their agents' sessions hold the pages."""
         with self._cancellation_lock:
             cancelled = [
                 self.active_requests[x] for x in self._requests_to_cancel if x in self.active_requests
@@ -92,18 +92,18 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         return states
 
     def _may_begin(self) -> Iterator[Any]:
-        """The requests that wait for pages, and for no store."""
+        """Waiting requests that wait for pages, and not for a store."""
         reads = self.cache.prefixes.reads
         return (x for x in self.waiting_requests.values() if reads is None or reads.is_done(x.request_id))
 
     def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
-        """As theirs: ``search_prefix_match`` is not told whose prompt it is."""
+        """Tokens of a request; sets ``candidate``, since ``search_prefix_match`` gets no salt."""
         self.cache.candidate = state
         tokens: list[int] = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
         return tokens
 
     def _get_waiting_candidates(self) -> list[Any]:
-        """Theirs without those that wait for a page or for a store, and no more than a step can compute."""
+        """Waiting requests that may begin in one step, without those that wait for a page or a store."""
         cache = self.cache
         waiting: list[Any] = super()._get_waiting_candidates()
         if not cache.use_prefix_sharing:
@@ -134,20 +134,20 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
 
 class _Busy:
-    """What is being computed: pieces that can be found, by all tokens from the beginning to their end."""
+    """Pieces that are being computed and can then be found, identified by all tokens up to their end."""
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size
         self._prefixes: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
 
     def add(self, state: Any, num_stored: int) -> None:
-        """The next piece of a request that has ``num_stored`` tokens, if its prompt fills one."""
+        """Add the next piece of a request with ``num_stored`` stored tokens, if its prompt fills it."""
         end = (num_stored // self._size + 1) * self._size
         if end <= len(state.initial_tokens):
             self._prefixes.setdefault(end, set()).add(_key(state, end))
 
     def has(self, state: Any, num_known: int) -> bool:
-        """Whether one of them is of this request, too, behind the ``num_known`` tokens that are known."""
+        """Whether a request needs one of the pieces after its ``num_known`` known tokens."""
         return any(
             num_known < end < len(state.initial_tokens) and _key(state, end) in prefixes
             for end, prefixes in self._prefixes.items()
@@ -162,7 +162,7 @@ def scheduler_class(name: str) -> Any:
     """The class for a ``scheduler_type``.
 
     Raises:
-        ArgumentError: there is none of this name.
+        ArgumentError: there is no scheduler of this name.
     """
     theirs = SCHEDULER_MAPPING.get(name)
     if theirs is None:

@@ -1,9 +1,9 @@
-"""Whether a session computes what its model computes: a few short requests in one, and each by itself.
+"""Check that a session computes the logits of its model, with a few short requests.
 
-transformers cannot tell which families its continuous batching serves. Some have attention of their own that
-never asks for the session's, others need a mask that a session has not.
+transformers cannot tell which families its continuous batching supports. Some have attention of their own
+that ignores the session's, others need a mask that a session does not have.
 
-Shapes: K rows of logits of a request, V words of the model.
+Shapes: K rows of logits of a request, V tokens of the vocabulary.
 """
 
 import inspect
@@ -29,31 +29,30 @@ from kvloom.integrations.transformers.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
 _LENGTHS: Final = (40, 23, 5)
-"""Tokens of the prompts. A step has room for three quarters of the first, which is read in two pieces."""
+"""Lengths of the prompts. A step has room for three quarters of the first, which is read in two pieces."""
 _LONGEST: Final = 256
-"""The first is longer than a window where that takes no more tokens than these."""
+"""Largest length of the first prompt, which is made longer than a window if it fits."""
 _NEW: Final = 2
-"""Tokens that each request gets: one behind its prompt, and one behind a step of decoding."""
+"""Number of new tokens of each request: one after its prompt, and one after a decode step."""
 _ROUNDINGS: Final = 8
-"""How often the change by one rounding of the embeddings is allowed. In float32, float16 and bfloat16, 80
-families and models of 80 layers that sessions serve differ by twice it at most, others by 25 times."""
+"""Allowed multiple of the change by one rounding of the embeddings. In float32, float16 and bfloat16, 80
+families and models of 80 layers that sessions support differ by twice it at most, others by 25 times."""
 _served: set[tuple[Any, ...]] = set()
 
 
 def expect_same_logits(model: PreTrainedModel) -> None:
     """Raise unless a session of a model computes the logits of plain forwards; once for each configuration.
 
-    A distance is the norm of the difference of two rows of logits by the norm of the row of the plain
-    forward. Of the rows behind prompts, and of those behind a step of decoding, the median counts, since a
-    rounding can choose another expert for one token. Allowed is the root of the dtype's epsilon: half of the
-    digits are the same. Where that does not do, because a model multiplies what is rounded, allowed is 8
-    times the distance to a plain forward with embeddings that are changed by one rounding.
+    The distance of two rows of logits is the norm of their difference divided by the norm of the row of the
+    plain forward. The median over requests is taken, after prompts and after a decode step, since rounding
+    may choose another expert for one token. Allowed is the root of the dtype's epsilon, which keeps half of
+    the digits. For models that amplify rounding, allowed is 8 times the distance to a plain forward with
+    embeddings that are changed by one rounding.
 
-    The model is as it was afterwards. One without weights to compute with is left unchecked, and one that a
-    session holds.
+    The model is unchanged afterwards. A model without weights, or one that a session holds, is not checked.
 
     Args:
-        model: Whose session would be accepted as far as its configuration says.
+        model: A model whose configuration a session accepts.
 
     Raises:
         UnsupportedError: a session fails, or computes other logits.
@@ -71,7 +70,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
             texts, found = _in_session(model, prompts)
         except Exception as error:
             _expect_forward(model, prompts[-1], error)
-            is_apart = isinstance(error, StateError)  # of attention without a session's cache
+            is_apart = isinstance(error, StateError)  # raised by attention without a session's cache
             why = "its layers hand no cache on to attention" if is_apart else summary_of(error)
             raise UnsupportedError(
                 f"model must compute a step of continuous batching, which {name} does not: {why}"
@@ -86,7 +85,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
             with _changed_embeddings(model):
                 changed = [_alone(model, text) for text in texts]
             allowed = max(allowed, _ROUNDINGS * distance_of(changed, plain))
-        if not measured <= allowed:  # nor if it is NaN
+        if not measured <= allowed:  # also true if it is NaN
             raise UnsupportedError(
                 f"model must have the same logits in continuous batching as in a plain forward, got {name} "
                 f"whose logits differ by {measured:.1e} of their norm, where {allowed:.1e} is allowed"
@@ -95,7 +94,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
 
 
 def _prompts(model: Any) -> list[list[int]]:
-    """Prompts of words without a meaning of their own, such as padding or a picture."""
+    """Prompts without special tokens, such as padding or placeholders of pictures."""
     config, rope = text_config_of(model), dynamic_rope(model)
     window = max((x for x in windows_of(config).values() if x is not None), default=0)
     lengths = (max(_LENGTHS[0], min(window + 16, _LONGEST)), *_LENGTHS[1:])
@@ -109,7 +108,7 @@ def _prompts(model: Any) -> list[list[int]]:
 
 
 def _in_session(model: Any, prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
-    """Each prompt with what a session appends to it and reads again, and the logits ``[K, V]`` of each."""
+    """Run a session; returns each prompt with the new tokens that were fed back, and its logits."""
     manager = BatchingManager(
         model,
         GenerationConfig(max_new_tokens=_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
@@ -148,7 +147,7 @@ def _in_session(model: Any, prompts: Sequence[list[int]]) -> tuple[list[list[int
 
 
 def _alone(model: Any, text: Sequence[int]) -> Tensor:
-    """Logits ``[K, V]`` behind the prompt of a text and behind all of it, as ``generate`` has them."""
+    """Logits ``[K, V]`` of a plain forward, after the prompt of a text and after all of it."""
     ids = torch.tensor([text], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if "position_ids" in inspect.signature(model.forward).parameters:
@@ -158,7 +157,7 @@ def _alone(model: Any, text: Sequence[int]) -> Tensor:
 
 
 def _expect_forward(model: Any, text: Sequence[int], error: Exception) -> None:
-    """Raise UnsupportedError if the model computes no plain forward of a text either."""
+    """Raise UnsupportedError if a plain forward of a text fails, too."""
     try:
         model.set_attn_implementation("eager")
         _alone(model, text)
@@ -170,12 +169,12 @@ def _expect_forward(model: Any, text: Sequence[int], error: Exception) -> None:
 
 
 def _is_defined(logits: Tensor) -> bool:
-    """Whether none is NaN or infinite, but for words that a model never says."""
+    """Whether no logit is NaN or positive infinity; -infinity marks tokens that a model never generates."""
     return not bool((logits.isnan() | logits.isposinf()).any())
 
 
 def distance_of(found: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
-    """Of the k-th rows of all requests the median, and of these the largest."""
+    """Largest, over k, of the median distance of the k-th rows of all requests."""
     distances = []
     for one, other in zip(found, plain, strict=True):
         is_said = (other > -1e9).all(0)
@@ -186,14 +185,14 @@ def distance_of(found: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
 
 
 def _epsilon(dtype: torch.dtype) -> float:
-    """Of the products of a dtype, which of float32 may be computed in less."""
+    """Epsilon of products in a dtype; torch may compute those of float32 in lower precision."""
     less = {"high": 2**-10, "medium": 2**-7}
     return max(torch.finfo(dtype).eps, less.get(torch.get_float32_matmul_precision(), 0.0))
 
 
 @contextmanager
 def _changed_embeddings(model: Any) -> Iterator[None]:
-    """Each element of an embedding is larger or smaller by the dtype's epsilon."""
+    """Context in which each element of an embedding is larger or smaller by the dtype's epsilon."""
 
     def change(_module: Any, _args: Any, output: Tensor) -> Tensor:
         signs = torch.randint(0, 2, output.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -208,7 +207,7 @@ def _changed_embeddings(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _as_it_was(model: Any) -> Iterator[None]:
-    """Put the attention of all parts of a model back afterwards, and which of them are in training."""
+    """Context that restores the attention and the training mode of all parts of a model at its end."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = [part.config for part in parts]
     configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]

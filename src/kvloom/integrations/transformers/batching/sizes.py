@@ -1,4 +1,4 @@
-"""What a model's configuration says of what its layers keep: heads, head dims, bytes, windows."""
+"""Sizes of a model's cache by its configuration: heads, head dims, bytes, windows."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,14 +21,14 @@ from kvloom.integrations.transformers.text_config import (
 
 
 def heads_of(config: Any) -> int:
-    """Heads that a layer keeps, which not every configuration states; latents are one."""
+    """Number of key/value heads of a layer; 1 for latents."""
     if has_latents(config):
         return 1
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def specs_of(config: Any, index: int, format: CacheFormat, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Keys and values of the layer ``index``, kept as ``format`` says of all."""
+    """Specs of the keys and values of layer ``index``; ``format`` is that of all layers."""
     own, format = layer_config(config, index), format.of_layer(index)
     heads, (key_dim, value_dim) = heads_of(own), only_head_dims(own) or (head_dim_of(own),) * 2
     return format.spec(heads, key_dim, dtype), (format.values or format).spec(heads, value_dim, dtype)
@@ -37,7 +37,7 @@ def specs_of(config: Any, index: int, format: CacheFormat, dtype: torch.dtype) -
 def page_bytes(
     config: Any, format: CacheFormat, dtype: torch.dtype, layers_of_page: Iterable[int] | None = None
 ) -> int:
-    """Bytes of a page in some layers, or in all, scales included."""
+    """Bytes of a page in the given layers, or in all layers, scales included."""
     size = format.page_size
     numbers = windows_of(config) if layers_of_page is None else layers_of_page
     layers = [specs_of(config, i, format, dtype) for i in numbers]
@@ -49,16 +49,16 @@ _WINDOWS: Final = ("sliding_attention", "hybrid_sliding")
 KINDS: Final = ("full_attention", "hybrid", *_WINDOWS)
 """Kinds of layers that keep keys and values."""
 STATEFUL: Final = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Those that keep recurrent states."""
+"""Kinds of layers that keep recurrent states."""
 EMPTY: Final = ("mlp", "moe")
-"""Those that keep nothing."""
+"""Kinds of layers that keep nothing."""
 
 
 def windows_of(config: Any) -> dict[int, int | None]:
     """The window of each layer that keeps keys and values of its own, by its number.
 
     Raises:
-        UnsupportedError: a layer has a window of no size.
+        UnsupportedError: a layer has a window without a size.
     """
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     windows, sources = dict[int, int | None](), sources_of(config)
@@ -74,13 +74,14 @@ def windows_of(config: Any) -> dict[int, int | None]:
 
 
 def sources_of(config: Any) -> dict[int, int]:
-    """The layers that attend to keys and values of an earlier one, and of each the number of that one.
+    """For each layer that attends to keys and values of an earlier layer, the number of that layer.
 
-    It is the last of the same kind among those before that keep their own, as Gemma 3n and 4 have it. Where a
-    configuration has ``kv_sharing_modes``, they tell which layers these are, and elsewhere their number.
+    The earlier layer is the last one of the same kind that keeps its own, as in Gemma 3n and 4.
+    ``kv_sharing_modes`` of a configuration names the layers that share; else they are the last
+    ``num_kv_shared_layers``.
 
     Raises:
-        UnsupportedError: there is none before, as in models that read the keys of another model.
+        UnsupportedError: there is no earlier layer, as in models that read the keys of another model.
     """
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is None:
@@ -101,10 +102,10 @@ def sources_of(config: Any) -> dict[int, int]:
 
 
 def stateful_layers_of(model: Any) -> list[Any] | None:
-    """The layers of an empty cache of transformers for a model; ``None`` if none has recurrent states.
+    """Layers of an empty cache of transformers for a model; ``None`` if no layer has recurrent states.
 
     Raises:
-        UnsupportedError: some have, and do not get the cache that a session hands the model.
+        UnsupportedError: a layer has states, and the model does not take its cache as ``cache``.
     """
     layers: list[Any] = DynamicCache(config=text_config_of(model)).layers
     if not any(isinstance(x, cast(Any, StatefulLayer)) for x in layers):

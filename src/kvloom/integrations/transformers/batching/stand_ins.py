@@ -1,20 +1,20 @@
-"""What transformers is given in the place of what it asks for."""
+"""Replacements of objects that transformers' continuous batching expects."""
 
 from typing import Any
 
 
 class NoSectors:
-    """In the place of transformers' pool of sectors, into which these pages are not grouped."""
+    """Replacement of transformers' pool of sectors; pages here are not grouped into sectors."""
 
     def try_to_free_sectors(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class Attending:
-    """In the place of a model or its configuration while a manager is made: all layers attend to all tokens.
+    """Replacement of a model or its configuration, in which all layers attend to all tokens.
 
-    transformers asks which kind each layer is to choose between ways of its own to attend, none of which is
-    taken here, and refuses kinds that it does not know.
+    It is used while a manager is made. transformers reads the kinds of layers to choose an attention of its
+    own, which is not used here, and refuses kinds that it does not know.
 
     Attributes:
         attending: The model or the configuration.
@@ -28,22 +28,22 @@ class Attending:
 
     @property
     def config(self) -> "Attending":
-        """Of the model."""
+        """Replacement of the model's configuration."""
         return Attending(self.attending.config)
 
     def get_text_config(self) -> "Attending":
-        """Of the configuration."""
+        """Replacement of the text configuration."""
         return Attending(self.attending.get_text_config())
 
     @property
     def layer_types(self) -> None:
-        """Of the configuration: none that is named."""
+        """Kinds of layers: ``None``."""
 
     @property
     def sliding_window(self) -> None:
-        """Of the configuration."""
+        """Sliding window: ``None``."""
 
     def eval(self) -> "Attending":
-        """As the model's."""
+        """Call the model's ``eval``, and return this."""
         self.attending.eval()
         return self

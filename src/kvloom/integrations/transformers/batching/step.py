@@ -1,4 +1,4 @@
-"""A step of a session: where its tokens lie, made once, and attention over them in every layer.
+"""A step of a session: its attention metadata, made once, and attention in every layer.
 
 Shapes: T new tokens of all requests, B requests, P pages of a request, H key/value heads, Hq query
 heads, D head dim of keys, Dv of values.
@@ -18,13 +18,12 @@ from kvloom.integrations.transformers.batching.groups import SessionGroup
 
 
 class GroupStep(NamedTuple):
-    """Of one group of layers.
+    """Attention metadata of one group of layers.
 
     Attributes:
-        slots: ``[T]``, where the new tokens go.
-        batch: What their attention reads.
-        first_position: ``[B]``, position of the first token of each request that its index has; ``None`` for
-            0.
+        slots: ``[T]``, slots of the new tokens.
+        batch: Batch that attention reads.
+        first_position: ``[B]``, position of the first token in the index of each request; ``None`` for 0.
     """
 
     slots: Tensor
@@ -36,14 +35,14 @@ class Step:
     """Attention metadata of one forward pass, shared by all layers.
 
     Args:
-        lengths: Stored and new tokens of each request.
-        groups: Of layers.
-        tables: Of each group, the pages of each request.
+        lengths: Numbers of stored and new tokens of each request.
+        groups: Groups of layers.
+        tables: For each group, the pages of each request.
 
     Attributes:
-        groups: Of each group.
+        groups: Metadata of each group.
         num_tokens: T.
-        positions: ``[T]``, of the new tokens in their texts.
+        positions: ``[T]``, positions of the new tokens in their texts.
     """
 
     def __init__(
@@ -73,10 +72,10 @@ class Step:
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """New keys of a layer that later ones attend to as well: a model hands them on from one to the others.
+    """New keys of a layer that later layers also attend to; the model passes them on.
 
     Attributes:
-        cache: That stores them.
+        cache: Cache that stores them.
         layer: Index of the layer.
         keys: ``[1, H, T, D]``.
     """
@@ -87,13 +86,13 @@ class SharedKeys:
 
 
 class StepAttention:
-    """Stores the new tokens of a step in a layer and attends to all of its requests.
+    """Attention of a step in one layer: stores the new tokens, and attends for all requests.
 
     Args:
-        groups: Of all layers that keep keys and values.
-        residuals: Of those that keep tokens unquantized beside codes.
-        num_newest: Newest tokens that each token reads so.
-        sources: Of each layer that attends to those of another, its index.
+        groups: Groups of all layers that keep keys and values.
+        residuals: Groups of the residual windows of layers that keep codes.
+        num_newest: Residual window: the last tokens that each token reads unquantized.
+        sources: For each layer that attends to keys of another layer, that layer's index.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class StepAttention:
         }
 
     def handed_on(self, cache: Any, layer: int, key: Tensor) -> Tensor | SharedKeys:
-        """The new keys of a layer of a session's ``cache``, as the model gives them to later ones."""
+        """New keys of a layer as the model passes them on: ``SharedKeys`` if later layers attend to them."""
         return SharedKeys(cache, layer, key) if layer in self._shared else key
 
     def __call__(
@@ -123,23 +122,23 @@ class StepAttention:
         scores: ops.Scores,
         is_latent: bool = False,
     ) -> Tensor:
-        """Attention of a layer. One that has a source stores nothing.
+        """Attention of a layer. A layer with a source stores nothing.
 
         Args:
             step: The step.
             layer: Index of the layer.
-            query: ``[1, Hq, T, D]``, of latents ``[1, Hq, T, D + Dv]``.
+            query: ``[1, Hq, T, D]``, for latents ``[1, Hq, T, D + Dv]``.
             key: ``[1, H, T, D]``.
             value: ``[1, H, T, Dv]``.
-            scores: Without a window, which is the layer's.
-            is_latent: As of ``ops.attend``.
+            scores: Options of the scores without a window, which the layer's group adds.
+            is_latent: As in ``ops.attend``.
 
         Returns:
-            ``[1, T, Hq, Dv]``, or of latents ``[1, T, Hq, D]``.
+            ``[1, T, Hq, Dv]``, for latents ``[1, T, Hq, D]``.
 
         Raises:
             StateError: T is not that of the step.
-            UnsupportedError: ``key`` is not of the layer that it should be.
+            UnsupportedError: ``key`` is of another layer than the layer's source.
         """
         source = self._sources.get(layer, layer)
         if isinstance(key, SharedKeys):
@@ -168,7 +167,7 @@ class StepAttention:
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """``[B + 1]``, sums of ``lengths``."""
+    """Cumulative sums ``[B + 1]`` of ``lengths``, from 0."""
     starts = lengths.new_zeros(len(lengths) + 1)
     torch.cumsum(lengths, 0, out=starts[1:])
     return starts

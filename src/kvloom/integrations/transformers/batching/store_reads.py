@@ -1,4 +1,4 @@
-"""A store below the pages of a session: what prompts begin with is read while others are computed."""
+"""A store below the pages of a session: prefixes of prompts are read while other requests are computed."""
 
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
@@ -17,15 +17,15 @@ from kvloom.store.tier import Piece
 from kvloom.store.transfer import layers_of
 
 _MOST: Final = 4
-"""Requests for which stores are read at once: what comes is held until they begin."""
+"""Largest number of requests for which stores are read at once, since results are held in memory."""
 
 
 class Read(NamedTuple):
-    """What is read of a text, ahead of the request that needs it.
+    """Pieces of a text that are read before the request that needs them begins.
 
     Attributes:
-        asked: The arguments of ``StoreBelow.load`` that it answers: salt, start and tokens.
-        pieces: Those, and what the store had behind them.
+        asked: Arguments of the ``StoreBelow.load`` that it replaces: salt, start and tokens.
+        pieces: Pieces of these tokens, and of tokens after them that the store had.
     """
 
     asked: tuple[str, int, list[int]]
@@ -33,10 +33,10 @@ class Read(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What stores had behind the full pages of a prompt.
+    """Partial page that stores had after the full pages of a prompt.
 
     Attributes:
-        end: Tokens of the prompt that are known with it.
+        end: Number of tokens of the prompt that are known with it.
         refs: The page of each group, held by the caller.
         is_end: Whether a text of a session ended there.
     """
@@ -47,10 +47,10 @@ class Part(NamedTuple):
 
 
 class SessionBelow(StoreBelow):
-    """The store below one group of layers of a session; arguments as of a pool.
+    """The store below one group of layers of a session; arguments as for a pool.
 
     Attributes:
-        now: What is read for the request that begins; ``None`` for nothing.
+        now: Read of the request that begins; ``None`` for none.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -59,13 +59,13 @@ class SessionBelow(StoreBelow):
         super().__init__(*args)
 
     def read_ahead(self, readers: Readers, needed: Needed, rest: Sequence[int], salt: str) -> "Read | None":
-        """Begin to ``load`` what a text lacks; ``None`` if the store has nothing that continues it.
+        """Start to ``load`` the missing part of a text; ``None`` if the store has no continuation of it.
 
         Args:
-            readers: Who read.
-            needed: Of the text.
-            rest: Tokens behind it that may fill a page in part.
-            salt: Under which the store has it.
+            readers: Threads that read.
+            needed: Tokens of the text, and the first missing one.
+            rest: Tokens after them that may fill a page in part.
+            salt: Scope of the text in the store.
         """
         tokens, start = [*needed.tokens, *rest], needed.start
         if start >= len(tokens) or self.store.find(self.fingerprint, salt, tokens, start) <= start:
@@ -77,12 +77,12 @@ class SessionBelow(StoreBelow):
         return self._ahead[key]
 
     def forget(self, read: "Read") -> None:
-        """Nobody waits for what was read any more."""
+        """Cancel and drop a read."""
         read.pieces.cancel()
         self._ahead = {key: x for key, x in self._ahead.items() if x is not read}
 
     def load(self, tokens: Sequence[int], start: int, salt: str) -> list[Piece]:
-        """As that of a pool, or what was read ahead."""
+        """Pieces that were read ahead if they match the arguments, else as in a pool."""
         read = self.now
         if read is None or read.asked != (salt, start, [*tokens]) or read.pieces.cancelled():
             return super().load(tokens, start, salt)
@@ -90,17 +90,17 @@ class SessionBelow(StoreBelow):
 
 
 class StoreReads:
-    """What is read for the requests of a session that wait. Whoever calls holds the lock of the session.
+    """Reads from a store for the waiting requests of a session. The caller holds the session's lock.
 
     Args:
-        store: Where pages are.
-        groups: Of layers, below which it is put.
-        identity: Of the model in one of its states.
-        state: The name of that state, as of ``ModelWatch``.
-        on_read: Called in any thread when something was read.
+        store: The store.
+        groups: Groups of layers, below which it is put.
+        identity: Identity of the model in one of its states.
+        state: Name of that state, as in ``ModelWatch``.
+        on_read: Called in any thread when a read is done.
 
     Attributes:
-        state: As above; in another state nothing is read nor written.
+        state: As above; in other states nothing is read or written.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class StoreReads:
     def is_read(
         self, request_id: str, needed: Callable[[], Sequence[tuple[Needed, Sequence[int]]]], salt: str
     ) -> bool:
-        """Whether a request may begin, as nothing is read for it any more. The first call begins to read.
+        """Whether a request may begin, since its reads are done. The first call starts them.
 
         Args:
-            request_id: Of the request.
-            needed: Says what each group needs of its prompt, and the tokens behind that may be in part of a
-                page.
-            salt: Under which stores have it.
+            request_id: Id of the request.
+            needed: Function that returns, for each group, the needed tokens of the prompt, and the tokens
+                after them that may fill a page in part.
+            salt: Scope of the prompt in stores.
         """
         if request_id not in self._reads:
             if sum(map(bool, self._reads.values())) >= _MOST:
@@ -148,27 +148,27 @@ class StoreReads:
         return self.is_done(request_id)
 
     def is_done(self, request_id: str) -> bool:
-        """Whether nothing is read for a request any more, or yet."""
+        """Whether no read of a request is running."""
         return all(read.pieces.done() for _, read in self._reads.get(request_id, ()))
 
     def has(self, request_id: str) -> bool:
-        """Whether something was read for a request."""
+        """Whether there are reads for a request."""
         return bool(self._reads.get(request_id))
 
     def begin(self, request_id: str) -> None:
-        """What was read for a request is what stores have, until it is dropped."""
+        """Let ``load`` return the reads of a request, until ``drop``."""
         for below, read in self._reads.get(request_id, ()):
             below.now = read
 
     def take_part(self, num_tokens: int, most: int) -> "Part":
-        """The page that stores have in part, for the request that begins.
+        """The partial page that stores have, for the request that begins.
 
         Args:
-            num_tokens: In the full pages of its prompt that are known.
-            most: That may be found.
+            num_tokens: Number of tokens in the known full pages of its prompt.
+            most: Largest number of tokens that may be found.
 
         Returns:
-            Without pages if a store has none, or there is no room for them.
+            A part without pages if a store has none, or if there is no room.
         """
         found = []
         for below in self._below:
@@ -193,32 +193,32 @@ class StoreReads:
         return Part(end, refs, all(_ends_text(pieces[-1], end) for pieces in found))
 
     def keep_part(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str) -> None:
-        """Give stores the last page of a text, in part full, of each group."""
+        """Pass the partial last page of a text in each group to stores."""
         for below, ref in zip(self._below, refs, strict=True):
             below.keep_part(tokens, ref, salt)
 
     def drop(self, request_id: str) -> None:
-        """The request has begun, or never will."""
+        """Drop the reads of a request that has begun or was cancelled."""
         for below, read in self._reads.pop(request_id, ()):
             below.now = None
             below.forget(read)
 
     def keep_only(self, waiting: Container[str]) -> None:
-        """``drop`` all requests that do not wait."""
+        """``drop`` the reads of all requests that are not waiting."""
         for request_id in [x for x in self._reads if x not in waiting]:
             self.drop(request_id)
 
     def report(self) -> dict[str, Any]:
-        """As ``KVStore.report``, and how long computing takes."""
+        """Report of the store, as ``StoreBelow.report``."""
         return self._below[0].report()
 
 
 def _ends_text(piece: Piece, end: int) -> bool:
-    """Whether ``end`` is that of a run of pages of one token, as ``StoreBelow.keep_part`` writes them."""
+    """Whether a segment with pages of one token, as ``StoreBelow.keep_part`` writes them, ends at ``end``."""
     run = piece.run
     return run.page_size == 1 and run.first + len(run.digests) == end
 
 
 def _name(storages: Any) -> tuple[Any, ...]:
-    """Which layers keep what."""
+    """Key of a group of layers: their numbers and formats."""
     return tuple(sorted(storages)), layers_of(storages)
