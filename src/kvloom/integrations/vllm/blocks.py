@@ -1,7 +1,7 @@
-"""vLLM's blocks as the pages of a store, from any page size to any, codes as they are.
+"""Copies between vLLM's blocks and the pages of a store, of any page sizes, with unchanged codes.
 
-Layers whose blocks are given out together are a *group*. Groups may differ in tokens per block; one with a
-window has the null block where its window has passed.
+Layers whose blocks are allocated together are a *group*. Groups may differ in tokens per block. A group with
+a window has the null block for tokens before the window.
 
 Shapes: N pages of S tokens, H key/value heads of one rank.
 """
@@ -26,15 +26,15 @@ from kvloom.store.transfer import views
 NULL_BLOCK: Final = 0
 
 BlockIds = Sequence[Sequence[int]]
-"""Of each group the ids of the blocks of a request, in order."""
+"""Ids of a request's blocks in order, one sequence for each group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose blocks are given out together.
+    """Layers whose blocks are allocated together.
 
     Attributes:
-        layers: Their numbers in the model.
+        layers: Numbers of the layers in the model.
         block_size: Tokens in a block.
         window: Tokens that a token sees, itself included; ``None`` for all.
     """
@@ -45,12 +45,12 @@ class Group:
 
 
 def page_size(groups: Sequence[Group]) -> int:
-    """Tokens of the shortest text that is whole blocks of every group."""
+    """Least number of tokens that fills whole blocks in every group."""
     return lcm(*(group.block_size for group in groups))
 
 
 def attention(groups: Sequence[Group]) -> str:
-    """Which tokens a token sees: ``"full"``, or the window of each layer, 0 for none."""
+    """Text for the fingerprint: ``"full"``, or the window of each layer, 0 for none."""
     windows = {layer: group.window or 0 for group in groups for layer in group.layers}
     if not any(windows.values()):
         return "full"
@@ -60,13 +60,13 @@ def attention(groups: Sequence[Group]) -> str:
 def layer_format(
     heads: int, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None, rotation: str = "none"
 ) -> LayerFormat:
-    """How a layer keeps its tokens, all heads of all ranks.
+    """Format of a layer's tokens, for all heads of all ranks.
 
     Args:
-        heads: Key/value heads.
+        heads: Number of key/value heads.
         head_dim: Elements of a head vector.
-        dtype: That the model computes in.
-        quant: How they are quantized; ``None`` if they are not.
+        dtype: Dtype that the model computes in.
+        quant: Quantization; ``None`` for unquantized tokens.
         rotation: Which of keys and values are rotated before, one of ``ROTATIONS``.
     """
     side = KVSpec(1, heads, head_dim, dtype, quant=quant).side
@@ -74,12 +74,12 @@ def layer_format(
 
 
 def heads_of(heads: int, rank: int, ranks: int) -> range:
-    """The heads that a rank has; ranks beyond the heads share one.
+    """Numbers of the heads of a rank; if there are more ranks than heads, several ranks share a head.
 
     Args:
-        heads: Of all ranks.
-        rank: From 0.
-        ranks: A divisor or a multiple of ``heads``.
+        heads: Number of heads of all ranks.
+        rank: Number of the rank, from 0.
+        ranks: Number of ranks, a divisor or a multiple of ``heads``.
     """
     first = rank * heads // ranks
     return range(first, first + max(1, heads // ranks))
@@ -89,13 +89,13 @@ class Blocks:
     """All pages of one rank.
 
     Args:
-        fingerprint: Of the model, all heads of all ranks.
-        heads: Which of them this rank has.
-        groups: All layers, each in one group.
-        layers: The pages of each layer by its number, H heads each. Layers of other numbers have none.
+        fingerprint: Fingerprint of the model, for all heads of all ranks.
+        heads: Numbers of the heads of this rank.
+        groups: Groups of all layers, each layer in one group.
+        layers: Pages of each layer by its number, H heads each. Other layers have none.
 
     Raises:
-        UnsupportedError: a part of the heads cannot be read by itself, since layers differ in heads.
+        UnsupportedError: layers differ in heads, so the heads of one rank cannot be read alone.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Blocks:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of S tokens, the heads of this rank."""
+        """Bytes of S tokens in the heads of this rank."""
         return self._mine.num_heads * page_bytes(self._mine, self.page_size)
 
     def has(self, blocks: BlockIds, page: int) -> bool:
@@ -132,8 +132,8 @@ class Blocks:
         """A copy of N pages of a request, heads outermost: N times ``page_bytes``.
 
         Args:
-            blocks: Of the request.
-            pages: Which of its pages, all of which it has.
+            blocks: Blocks of the request.
+            pages: Numbers of the pages, all of which the blocks must have.
         """
         packed = bytearray(len(pages) * self.page_bytes)
         data = torch.frombuffer(packed, dtype=torch.uint8)
@@ -145,15 +145,15 @@ class Blocks:
         return packed
 
     def unpack(self, piece: Piece, blocks: BlockIds, end: int) -> None:
-        """Write what was read to the blocks of a request; layers with windows take what they have blocks for.
+        """Write a piece to the blocks of a request; tokens of null blocks are skipped.
 
         Args:
             piece: Pages with the heads of this rank.
-            blocks: Of the request.
+            blocks: Blocks of the request.
             end: Position before which tokens are written.
         """
         segment, run = piece.segment, piece.run
-        first = run.first + segment.pages.start * run.page_size  # the token that ``data`` begins with
+        first = run.first + segment.pages.start * run.page_size  # position of the first token in ``data``
         positions = torch.arange(segment.start, min(segment.end, end))
         data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
         slots = self._slots(blocks, positions)

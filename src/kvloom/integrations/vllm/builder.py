@@ -19,8 +19,8 @@ class Step:
     """Attention metadata of one forward pass, shared by all layers.
 
     Attributes:
-        num_tokens: T; what a model's tensors have after them is padding.
-        batch: Where all tokens lie.
+        num_tokens: T; rows after them in a model's tensors are padding.
+        batch: Index and lengths of all tokens.
     """
 
     num_tokens: int
@@ -29,16 +29,16 @@ class Step:
 
     @property
     def positions(self) -> Tensor:
-        """``[T]`` int64: the place of each new token in its request; found once for all layers."""
+        """``[T]`` int64: position of each new token in its request, computed once for all layers."""
         if not self._positions:
             starts, ends = self.batch.seqstarts, self.batch.kvstarts.diff()
-            first = ends - starts[1:]  # of each request, before its new tokens are counted
+            first = ends - starts[1:]  # length of each request minus the end of its rows
             behind = first.repeat_interleave(starts.diff(), output_size=self.num_tokens)
             self._positions.append(behind + torch.arange(self.num_tokens))
         return self._positions[0]
 
     def of_first(self, num_requests: int, num_tokens: int) -> "Step":
-        """The step of the first requests alone, which have ``num_tokens`` new tokens."""
+        """The step of the first requests alone, with ``num_tokens`` new tokens."""
         batch, end = self.batch, num_requests + 1
         index = replace(batch.index, table=batch.index.table[:num_requests])
         return Step(num_tokens, ops.Batch(index, batch.seqstarts[:end], batch.kvstarts[:end]))
@@ -54,15 +54,15 @@ class Step:
         num_tokens: int,
         max_length: int,
     ) -> "Step":
-        """The step of some requests; of the tensors, which vLLM writes again in the next step, it has copies.
+        """The step of some requests; tensors are copied, since vLLM overwrites them in the next step.
 
         Args:
-            query_starts: ``[R + 1]`` int32, those of new tokens.
-            lengths: ``[R]`` int32, stored tokens of each, the new ones included.
-            block_table: ``[R, P]`` int32 ids of blocks; what follows a request's last is not read.
+            query_starts: ``[R + 1]`` int32, starts of the new tokens.
+            lengths: ``[R]`` int32, number of stored tokens of each request, new ones included.
+            block_table: ``[R, P]`` int32, ids of blocks; ids after a request's last block are not read.
             block_size: Tokens in a block.
             num_tokens: T.
-            max_length: No request has more stored tokens.
+            max_length: Upper bound of ``lengths``.
         """
         used = block_table[:, : -(-max_length // block_size)]
         index = CacheIndex.blocks(used, block_size)
@@ -70,14 +70,14 @@ class Step:
 
 
 def step_of(metadata: Any, block_size: int) -> Step:
-    """The step of a group.
+    """Make the step of a group.
 
     Args:
-        metadata: vLLM's ``CommonAttentionMetadata`` of it.
+        metadata: vLLM's ``CommonAttentionMetadata`` of the group.
         block_size: Tokens in its blocks.
 
     Raises:
-        UnsupportedError: it does not attend causally.
+        UnsupportedError: attention is not causal.
     """
     m = metadata
     if m.causal is not True:

@@ -1,6 +1,6 @@
 """``KvloomConnector``: prefixes that outlive vLLM's process, in the stores of ``kvloom.store``.
 
-vLLM makes one in the process that schedules and one in each worker, and calls it in every step.
+vLLM makes a connector in the scheduler's process and in each worker, and calls it in every step.
 """
 
 import re
@@ -44,7 +44,7 @@ from kvloom.store.transfer import digest_of
 
 _OPTIONS: Final = ("store", "max_bytes", "max_age", "keep_text", "timeout", "max_queued", "mode", "key_file")
 _GUESSES: Final = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculation without keys and values of their own, which would not be there for what is read."""
+"""Methods of speculation without keys and values of their own, which a store would not have."""
 
 
 @dataclass(slots=True)
@@ -56,32 +56,32 @@ class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Smoothed(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """A message from a worker's connector to the scheduler's: how its keys are smoothed."""
+    """A message from a worker's connector to the scheduler's: digest of the smoothing of keys."""
 
     digest: str
 
 
 class _Aside(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A message from a worker's connector to the scheduler's: its model is another."""
+    """A message from a worker's connector to the scheduler's: its model has changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "_Aside":
-        """The same of several ranks."""
+        """The same message for several ranks."""
         return self
 
 
 class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Reads prefixes from a store while other requests are computed, and writes new ones in the background.
 
-    Its options (``kv_connector_extra_config``) are ``store``, a URL, a folder or a list of such, and the
+    Its options (``kv_connector_extra_config``) are ``store``, a URL, a folder or a list of these, and the
     arguments of ``KVStore``.
 
     Raises:
-        ConfigError: an option is none, or not allowed.
-        UnsupportedError: pages of this engine cannot be in a store.
+        ConfigError: an option is unknown, or has an invalid value.
+        UnsupportedError: pages of this engine cannot be stored.
     """
 
     _cache_hit_source = CacheHitSource.DISK
-    _planner: Planner  # of the one that schedules
+    _planner: Planner  # in the scheduler's process only
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -114,7 +114,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._reported: dict[str, int] = {}
         self._mover: Mover | None = None
         transfer = self._kv_transfer_config
-        # The first rank alone writes, and so is the one to remove what is beyond limits.
+        # Only the first rank writes, so only it removes files beyond the limits.
         is_first = role == KVConnectorRole.WORKER and get_tp_group().rank_in_group == 0
         self._store = _store(transfer.kv_connector_extra_config or {}, is_first and transfer.is_kv_producer)
         if role == KVConnectorRole.SCHEDULER:
@@ -129,13 +129,13 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is not written is computed again."""
+        """False, since tokens that are not written are computed again."""
         return False
 
-    # In the process that schedules.
+    # In the scheduler's process.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that a store has after those of this process."""
+        """Number of tokens that a store has after the computed ones; ``None`` if it is not known yet."""
         found = self._planner.match(request, num_computed_tokens)
         return found, bool(found)
 
@@ -150,22 +150,22 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _Metadata(self._planner.plan(scheduled, self._kv_cache_manager.get_block_ids, offers))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learn what could not be read, and whether the model is another."""
+        """Take in failed reads, and whether the model has changed."""
         if connector_output.kv_connector_worker_meta is not None:
             self._planner.set_aside()
         self._planner.failed(set(connector_output.failed_recving or ()))
 
     def reset_cache(self) -> bool:
-        """Forget what was found, and compare all weights before more is read.
+        """Forget found prefixes, and compare all weights before the next read.
 
-        The store is of other engines, too, and keeps its pages: they are found by the weights that computed
+        The store keeps its pages, which other engines use, too; pages are found by the weights that computed
         them.
         """
         self._planner.reset()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks are free, what is written was copied."""
+        """Forget a request; its blocks can be freed, since pages to be written were copied."""
         self._planner.finished(request.request_id)
         return False, None
 
@@ -176,7 +176,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Learn how keys are smoothed, which workers found when they had their model."""
+        """Take in the digest of key smoothing, which workers calibrated when they loaded their model."""
         for said in metadata.values():
             if isinstance(said, _Smoothed):
                 self._planner.know(replace(self._fingerprint, smoothing=said.digest))
@@ -187,7 +187,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the pages of all layers.
 
         Raises:
-            UnsupportedError: some are not kvloom's.
+            UnsupportedError: pages of a layer are not kvloom's.
         """
         config = self._vllm_config
         known, layers, smoothed = config.compilation_config.static_forward_context, {}, {}
@@ -227,38 +227,38 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """How keys are smoothed."""
+        """Message with the digest of key smoothing."""
         return _Smoothed(self._fingerprint.smoothing)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin to read."""
+        """Start the reads of this step."""
         if self._mover is not None:
             self._mover.start(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: requests wait as a whole."""
+        """Do nothing, since requests wait for all layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: layers are saved together."""
+        """Do nothing, since layers are saved together."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step computed, to be written in the background."""
+        """Copy the tokens that this step computed, to be written in the background."""
         if self._mover is not None:
             self._mover.save(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests that were read since, and those of them that were not read whole."""
+        """Requests whose reads ended since the last call, and those that were not read completely."""
         if self._mover is None:
             return KVConnectorTransferResults()
         done, failed = self._mover.finished(self._plan.is_idle)
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Whether the model of this rank is another."""
+        """Message if the model of this rank has changed, else ``None``."""
         return _Aside() if self._mover is not None and self._mover.is_aside else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts since the last call, of the process that schedules and of each rank."""
+        """Counts since the last call, in the scheduler's process or in a rank."""
         counted = [tier.counts for tier in self._store.tiers]
         if self._mover is not None:
             counted.append(self._mover.counts)
@@ -279,7 +279,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "Stats":
-        """Counts from what another process sent."""
+        """Counts that another process sent."""
         return Stats(data or {})
 
     @classmethod
@@ -351,7 +351,7 @@ def _group(group: Any) -> Group:
 
 
 def _kept(config: Any, mode: Any, head_dim: int) -> tuple[Kind | None, QuantSpec | None]:
-    """How a layer with quantized pages is kept, and its codes."""
+    """Kind and quantization of a layer's pages; ``None`` for both if they are not quantized."""
     bits = BITS.get(mode)
     if bits is None:
         return None, None
@@ -360,10 +360,10 @@ def _kept(config: Any, mode: Any, head_dim: int) -> tuple[Kind | None, QuantSpec
 
 
 def _refuse_residuals(kv_cache_config: Any) -> None:
-    """Refuse residual windows, which are not in a store: what is read would lack its newest tokens.
+    """Refuse residual windows, which a store does not have, so a prefix that is read would not have them.
 
     Raises:
-        UnsupportedError: there is one.
+        UnsupportedError: there is a residual window.
     """
     for group in kv_cache_config.kv_cache_groups:
         if any(name.endswith(SUFFIX) for name in group.layer_names):

@@ -1,4 +1,4 @@
-"""A digest of the weights in a model's folder as transformers loads them, with few of them in memory."""
+"""Digest of the weights in a model's folder as transformers loads them, with few of them in memory."""
 
 import os
 import threading
@@ -21,25 +21,25 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.identity import digest_of_sums, weight_sum
 
 _IN_TURN: Final = "HF_DEACTIVATE_ASYNC_LOAD"
-"""By this transformers reads a weight when it is wanted, rather than ahead of that and many of them."""
+"""Environment variable by which transformers reads each weight when it is needed, and not many in advance."""
 _SUM: Final = "_kvloom_sum"
 
 
 def folder_digest(kind: Any, config: PretrainedConfig, dtype: torch.dtype, files: list[Path]) -> str:
     """``weights_digest`` of the ``state_dict()`` of a model that transformers loads.
 
-    Its own loader decides what becomes of weights that a file calls otherwise, has in parts, in another
-    dtype, or once for two that are tied, and of those that are no part of the model. Each weight is replaced
-    by an empty one as soon as it is loaded.
+    transformers' loader handles weights that have another name, parts or another dtype in a file, tied
+    weights, and weights that are no part of the model. Each weight is replaced by an empty one as soon as it
+    is loaded.
 
     Args:
-        kind: The model's class, a child of ``PreTrainedModel``.
+        kind: The model's class, a subclass of ``PreTrainedModel``.
         config: Its configuration.
-        dtype: What it computes in.
-        files: Safetensors.
+        dtype: Dtype that it computes in.
+        files: Safetensors files.
 
     Raises:
-        UnsupportedError: the loader fails, a weight is in no file, or one in two files.
+        UnsupportedError: the loader fails, a weight is in no file, or in two files.
     """
     with ExitStack() as stack:
         saved: dict[str, Any] = {}
@@ -63,11 +63,11 @@ def folder_digest(kind: Any, config: PretrainedConfig, dtype: torch.dtype, files
 
 
 def _load(kind: Any, config: Any, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The ``state_dict()`` of a model: empty weights, those that were loaded with a sum."""
+    """The ``state_dict()`` of a model with empty weights; loaded weights have a sum."""
     with _sums_of_weights(), _weights_in_turn():
         try:
             model = kind.from_pretrained(None, config=config, dtype=dtype, state_dict=saved)
-        # Weights of another shape raise one of these, or a transformers that wants all in memory.
+        # Raised for weights of another shape, or by a transformers that needs all weights in memory.
         except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedError(
                 f"model must be one that transformers loads from its safetensors for a store, got {error!r}"
@@ -78,7 +78,7 @@ def _load(kind: Any, config: Any, dtype: torch.dtype, saved: Mapping[str, Any]) 
 
 @contextmanager
 def _sums_of_weights() -> Iterator[None]:
-    """Weights that modules get in this thread are empty: those that were loaded have a sum, others none."""
+    """Context in which modules of this thread get empty weights; loaded weights have a sum, others none."""
     thread = threading.get_ident()
 
     def replace(module: Any, name: str, weight: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""Frequencies of RoPE in a model of vLLM's, and positions for which it has them.
+"""RoPE frequencies of a vLLM model, and the number of positions for which it has sines and cosines.
 
 Shapes: n frequencies.
 """
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 _CACHE: Final = "cos_sin_cache"
 _LONG: Final = "long_short_cos_sin_cache"
-"""Of LongRoPE: sines and cosines by the factors of short texts, and behind them by those of long ones."""
+"""Buffer of LongRoPE: sines and cosines by the factors of short texts, followed by those of long texts."""
 
 
 def frequencies_of(model: nn.Module) -> list[Tensor]:
-    """Different frequencies ``[n]`` float64 that modules of a model have, on the CPU.
+    """Distinct frequencies ``[n]`` float64 in the modules of a model, on the CPU.
 
-    Where vLLM computes them as transformers does they are the same numbers.
+    They equal those of transformers if vLLM computes them in the same way.
     """
     found: list[Tensor] = []
     for module in model.modules():
@@ -27,7 +27,7 @@ def frequencies_of(model: nn.Module) -> list[Tensor]:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """For how many positions all of them have sines and cosines; ``None`` if there are none."""
+    """Number of positions for which all modules have sines and cosines; ``None`` if no module has any."""
     return min((n for module in model.modules() if (n := _positions(module)) is not None), default=None)
 
 
@@ -49,7 +49,7 @@ def _of_module(module: Any) -> list[Tensor]:
 
 
 def _computed(module: Any, cache: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Frequencies that a module computes its sines and cosines from, and these before they are rounded."""
+    """Frequencies from which a module computes its sines and cosines, and these before rounding."""
     found: list[Tensor] = []
     own = getattr(module, "_compute_inv_freq", None)
     if own is None or not hasattr(module, "_compute_cos_sin_cache"):
@@ -62,7 +62,7 @@ def _computed(module: Any, cache: Tensor) -> tuple[Tensor | None, Tensor]:
     vars(module)["_compute_inv_freq"] = noted
     try:
         exact = module._compute_cos_sin_cache()
-    except Exception:  # a kind that wants arguments
+    except Exception:  # a kind of RoPE that needs arguments
         exact = cache
     finally:
         del vars(module)["_compute_inv_freq"]

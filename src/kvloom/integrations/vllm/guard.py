@@ -1,4 +1,4 @@
-"""vLLM's attention on a CPU, without the kinds of pages that it accepts and fills with wrong numbers."""
+"""Guards for vLLM's CPU attention, which refuse kinds of pages that it would fill with wrong numbers."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -12,18 +12,18 @@ from kvloom.integrations.vllm import why_not_registered
 from kvloom.integrations.vllm.options import CODES
 
 KINDS: Final = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Values of ``--kv-cache-dtype`` that vLLM's CPU kernels know."""
+"""Values of ``--kv-cache-dtype`` that vLLM's CPU kernels support."""
 
 
 def refuse_unknown(kind: str, kinds: Sequence[str]) -> None:
-    """Refuse pages of a layer that is being made, which its kernels would take for others.
+    """Refuse a kind of pages that a layer's kernels do not support.
 
     Args:
         kind: The value of ``--kv-cache-dtype``.
-        kinds: Those that are supported, besides the name of the dtype that the layer computes in.
+        kinds: Supported values, besides the name of the dtype that the layer computes in.
 
     Raises:
-        UnsupportedError: ``kind`` is another.
+        UnsupportedError: ``kind`` is not supported.
     """
     own = dtype_name(torch.get_default_dtype())
     if kind not in (*kinds, own):
@@ -35,10 +35,10 @@ def refuse_unknown(kind: str, kinds: Sequence[str]) -> None:
 
 
 class GuardedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attends in one layer.
+    """Attention of one layer.
 
     Raises:
-        UnsupportedError: its pages are none of ``kinds``.
+        UnsupportedError: the kind of its pages is none of ``kinds``.
     """
 
     kinds: Sequence[str] = KINDS
@@ -49,13 +49,13 @@ class GuardedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 class GuardedBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """``CPUAttentionBackend`` whose layers refuse pages that its kernels do not know."""
+    """``CPUAttentionBackend`` whose layers refuse pages that its kernels do not support."""
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """Whether a layer may be made with such pages, on this processor.
+        """Whether a layer may be made with such pages on this processor; called by vLLM since 0.33.
 
-        So it may with kvloom's two kinds on any: the layer has them, or says why not. vLLM asks from 0.33 on.
+        True for kvloom's two kinds on any processor: the layer then supports them, or raises.
         """
         return kv_cache_dtype in CODES or bool(super().supports_kv_cache_dtype(kv_cache_dtype))
 

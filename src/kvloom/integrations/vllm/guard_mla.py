@@ -1,4 +1,4 @@
-"""vLLM's multi-head latent attention on a CPU, which knows pages of the model's own dtype only."""
+"""Guards for vLLM's multi-head latent attention on a CPU, which supports only the model's dtype."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kvloom.integrations.vllm.guard import refuse_unknown
 
 
 class _Guarded:
-    """Attends in one layer.
+    """Attention of one layer.
 
     Raises:
         UnsupportedError: its pages are of another kind.

@@ -17,20 +17,20 @@ from kvloom.integrations.vllm.folder_weights import folder_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, rotation_in
 
 _FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""How vLLM loads the weights that are in a model's safetensors."""
+"""Load formats with which vLLM loads the weights in a model's safetensors."""
 
 
 def identify(engine: Any, attention: str, layers: tuple[LayerFormat, ...]) -> Fingerprint:
-    """The fingerprint of an engine's model, each of whose weights is read once.
+    """The fingerprint of an engine's model; each weight is read once.
 
     Args:
         engine: vLLM's configuration.
-        attention: Which tokens a token sees.
-        layers: How each layer keeps its tokens, all heads.
+        attention: Text that names the tokens that a token sees.
+        layers: Format of each layer, for all heads.
 
     Raises:
-        UnsupportedError: it computes with others than the weights in its folder's safetensors, or these are
-            not those of its configuration.
+        UnsupportedError: the engine does not use the weights in its folder's safetensors, or these do not
+            match its configuration.
     """
     model, load_format = engine.model_config, engine.load_config.load_format
     if load_format not in _FORMATS:
@@ -51,11 +51,11 @@ def identify(engine: Any, attention: str, layers: tuple[LayerFormat, ...]) -> Fi
 
 
 def _load_config(model: Any, is_effective: bool) -> Any:
-    """A model's configuration as vLLM loads it, before a class of a model changes it.
+    """A model's configuration as vLLM loads it, before the model's class changes it.
 
     Args:
         model: vLLM's ``ModelConfig``.
-        is_effective: Whether it is the one that the engine uses, rather than the one in the model's folder.
+        is_effective: Whether to load the one that the engine uses, and not the one in the model's folder.
     """
     if not is_effective:
         return get_config(model.model, model.trust_remote_code, model.revision, model.code_revision, "hf")
@@ -77,7 +77,7 @@ def _load_config(model: Any, is_effective: bool) -> Any:
 
 
 def _change(config: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Give a configuration the fields in which one of vLLM's differs from another."""
+    """Set the fields of a configuration in which vLLM's ``before`` and ``after`` differ."""
     for name in {**before, **after}:
         old, new = before.get(name), after.get(name)
         inner = getattr(config, name, None)
@@ -88,9 +88,9 @@ def _change(config: Any, before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 
 def _frequencies(config: Any, max_length: int) -> str:
-    """Which frequencies of RoPE vLLM takes where transformers takes others for each length; empty where not.
+    """Text that names the RoPE frequencies of vLLM if they depend on the length in transformers; else empty.
 
-    vLLM chooses once, for texts of any length: of LongRoPE by the longest that it serves.
+    vLLM chooses them once for texts of any length, those of LongRoPE by the longest supported length.
     """
     chosen = []
     for said in iter_rope_parameters(config):
@@ -103,7 +103,7 @@ def _frequencies(config: Any, max_length: int) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that vLLM and transformers load: where there is an index, those that it names."""
+    """Files that vLLM and transformers load: those that an index names, or all safetensors without one."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

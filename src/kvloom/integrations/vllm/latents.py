@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of one step over pages of vLLM's: which latents are expanded, and how; without vLLM.
+"""Latent attention (MLA) of one step over vLLM's pages, by latents or by expansion; does not import vLLM.
 
 Shapes: Q new tokens of a request, N all of its tokens, H heads; ``nope`` and ``rope`` elements of a query
 without and with positions, ``v`` of a value, ``rank`` of a latent.
@@ -24,9 +24,9 @@ class Expanded:
     """A request whose latents are expanded.
 
     Attributes:
-        rows: Its new tokens among those of all such requests.
-        slots: ``[N]`` int64, where its latents lie.
-        batch: Attention of the new tokens to N keys in one piece.
+        rows: Rows of its new tokens among those of all such requests.
+        slots: ``[N]`` int64, slots of its latents.
+        batch: Batch of the new tokens and N contiguous keys.
     """
 
     rows: slice
@@ -36,15 +36,15 @@ class Expanded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentStep:
-    """Attention metadata of one forward pass, by the names that vLLM's layers of latent attention read.
+    """Attention metadata of one forward pass, with the names that vLLM's layers of latent attention read.
 
     Attributes:
-        num_actual_tokens: New tokens of all requests.
-        num_decodes: Requests that attend to latents. They come first.
-        num_decode_tokens: New tokens of these.
-        num_prefills: Requests whose latents are expanded.
-        decode: The step of the first ones; ``None`` if there are none.
-        prefill: The others.
+        num_actual_tokens: Number of new tokens of all requests.
+        num_decodes: Number of requests that attend to latents; they come first.
+        num_decode_tokens: Number of new tokens of these.
+        num_prefills: Number of requests whose latents are expanded.
+        decode: Step of the requests that attend to latents; ``None`` if there are none.
+        prefill: Requests whose latents are expanded.
     """
 
     num_actual_tokens: int
@@ -56,19 +56,19 @@ class LatentStep:
 
 
 def latent_step_of(metadata: Any, block_size: int, sizes: LatentSizes | None) -> LatentStep:
-    """The step of a group.
+    """Make the step of a group.
 
-    The last requests are expanded, as many as are faster so, each judged by its own numbers. vLLM has prompts
-    that begin last, and before them those that go on, which are attended to as latents where one behind them
-    is.
+    Requests are expanded from the last one backwards, up to the first that is not faster when expanded. vLLM
+    puts prompts that begin last, and prompts that continue before them. So a request that would be faster
+    expanded attends to latents if a request after it does.
 
     Args:
-        metadata: vLLM's ``CommonAttentionMetadata`` of it.
+        metadata: vLLM's ``CommonAttentionMetadata`` of the group.
         block_size: Tokens in its blocks.
-        sizes: Of its layers; ``None`` if no latents are to be expanded.
+        sizes: Sizes of its layers; ``None`` if no latents are to be expanded.
 
     Raises:
-        UnsupportedError: it does not attend causally.
+        UnsupportedError: attention is not causal.
     """
     whole = step_of(metadata, block_size)
     starts, lengths = whole.batch.seqstarts.tolist(), whole.batch.kvstarts.diff().tolist()
@@ -108,11 +108,11 @@ def attend_expanded(
 
     Args:
         query: ``[Q, H, nope + rope]``.
-        view: The pages of the layer.
-        request: Where its tokens lie.
-        expand: Makes ``[N, H * (nope + v)]`` of latents ``[N, rank]``.
-        scores: Of the model.
-        transform: What was done to latents before they were stored; ``None`` for nothing.
+        view: Pages of the layer.
+        request: Slots and batch of the request.
+        expand: Function from latents ``[N, rank]`` to ``[N, H * (nope + v)]``.
+        scores: Options of the model's scores.
+        transform: Transform of latents before they were stored; ``None`` for none.
 
     Returns:
         ``[Q, H, v]``.
@@ -127,7 +127,7 @@ def attend_expanded(
 
 
 def expanded_in(index: CacheIndex, request: int, num_tokens: int, rows: slice) -> Expanded:
-    """A request of an index, all of its ``num_tokens``; ``rows`` are its new ones among the queries."""
+    """``Expanded`` for a request of an index with ``num_tokens`` tokens; ``rows`` has its queries."""
     slots = index.slots(torch.full((num_tokens,), request), torch.arange(num_tokens))
     dense = CacheIndex.blocks(torch.zeros(1, 1, dtype=torch.int64), num_tokens)
     num_new = rows.stop - rows.start

@@ -1,4 +1,4 @@
-"""One layer's tokens in pages of vLLM's: stored, and attended to; without vLLM.
+"""Storing and attending to one layer's tokens in vLLM's pages; does not import vLLM.
 
 Shapes: T new tokens of all requests, H key/value heads, Hq query heads, B blocks, S tokens of a block, D head
 dim, C elements of a token of a head.
@@ -18,10 +18,10 @@ from kvloom.integrations.vllm.pages import PageFormat
 
 
 class Paged:
-    """Views of pages, which vLLM replaces once, after it has measured memory.
+    """View of a layer's pages, made again when vLLM replaces them after it has measured memory.
 
     Args:
-        format: What they hold.
+        format: Format of the pages.
     """
 
     def __init__(self, format: PageFormat) -> None:
@@ -38,11 +38,11 @@ class Paged:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Newest:
-    """Pages of the newest tokens of each request, unquantized.
+    """Pages of the residual windows of all requests.
 
     Attributes:
-        view: Keys and values.
-        recent: How many of them each token attends to, itself included.
+        view: Unquantized keys and values.
+        recent: Residual window: number of last tokens that each token attends to, itself included.
     """
 
     view: KVView
@@ -61,14 +61,14 @@ def store(
     """Store new tokens.
 
     Args:
-        key: ``[T, H, D]``, perhaps padded at the end.
+        key: ``[T, H, D]``, possibly padded at the end.
         value: As ``key``.
         slots: ``[T]`` int64; -1 skips a token.
-        view: The pages of the layer.
-        transform: What is done to keys and values before; ``None`` for nothing.
-        positions: ``[T]`` int64, the places of tokens in their requests, where ``transform`` needs them;
-            what follows them is padding.
-        full_range: As of ``ops.store``.
+        view: Pages of the layer.
+        transform: Transform of keys and values before they are stored; ``None`` for none.
+        positions: ``[T]`` int64, positions of the tokens in their requests, if ``transform`` needs them;
+            rows after T are padding.
+        full_range: As in ``ops.store``.
     """
     if positions is not None:
         slots = slots[: positions.shape[0]]
@@ -84,15 +84,12 @@ def attend_latents(
     transform: Transform | None = None,
     newest: tuple[Newest, Step] | None = None,
 ) -> Tensor:
-    """Attend to latents (MLA) that are stored, as ``ops.attend`` with ``is_latent``.
+    """Attend to stored latents (MLA), as ``ops.attend`` with ``is_latent``.
 
     Args:
         query: ``[T, Hq, rank + rope]``.
-        view: The pages of the layer: latents as keys, rope keys as values.
-        step: As of ``attend``.
-        scores: The same.
-        transform: The same.
-        newest: The same.
+        view: Pages of the layer: latents as keys, rope keys as values.
+        step, scores, transform, newest: As in ``attend``.
 
     Returns:
         ``[T, Hq, rank]``.
@@ -116,17 +113,17 @@ def attend(
     transform: Transform | None = None,
     newest: tuple[Newest, Step] | None = None,
 ) -> None:
-    """Attend to what is stored.
+    """Attend to stored tokens.
 
     Args:
-        query: ``[T, Hq, D]``, perhaps padded at the end, as ``out``.
-        view: The pages of the layer.
-        step: Where all tokens lie in them.
-        scores: Of the model.
+        query: ``[T, Hq, D]``, possibly padded at the end, as ``out``.
+        view: Pages of the layer.
+        step: Attention metadata for these pages.
+        scores: Options of the model's scores.
         out: ``[T, Hq, D]``, written.
-        transform: What was done to keys and values before they were stored; ``None`` for nothing.
-        newest: The pages of the newest tokens, and where these lie in them; ``None`` if all tokens are read
-            from ``view``.
+        transform: Transform of keys and values before they were stored; ``None`` for none.
+        newest: Pages of residual windows, and the step for them; ``None`` if all tokens are read from
+            ``view``.
     """
     query, out = query[: step.num_tokens], out[: step.num_tokens]
     if newest is not None:

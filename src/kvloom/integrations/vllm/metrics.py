@@ -16,22 +16,22 @@ COUNTS: Final = {
     "damaged": "Runs that were damaged, and moved to the quarantine.",
     "runs_evicted": "Runs that were removed since a limit was reached.",
 }
-"""Names, and what each is; all ranks together."""
+"""Names of the counters with their documentation; each counts all ranks together."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of some time."""
+    """Counts of some interval of time."""
 
     def reset(self) -> None:
-        """Forget all."""
+        """Clear all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "Stats":
-        """These and another's."""
+        """Sums of these counts and another's."""
         return Stats(dict(Counter(self.data) + Counter(other.data)))
 
     def reduce(self) -> dict[str, int | float]:
-        """The counters to log."""
+        """Counts to log, without zeros."""
         return {name: value for name, value in self.data.items() if value}
 
     def is_empty(self) -> bool:
@@ -40,7 +40,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvloom_tokens_loaded_total`` and so on, of each engine."""
+    """Prometheus counters of each engine, such as ``vllm:kvloom_tokens_loaded_total``."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
@@ -52,6 +52,6 @@ class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._counters[name] = create_metric_per_engine(counter, per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add counts of an engine."""
+        """Add the counts of an engine."""
         for name, value in transfer_stats_data.items():
             self._counters[name][engine_idx].inc(value)

@@ -1,7 +1,7 @@
-"""The backends of vLLM's latent attention (MLA) on a CPU: kvloom where pages are its own, vLLM's where not.
+"""Backends of vLLM's latent attention (MLA) on a CPU: kvloom's attention for kvloom's pages, else vLLM's.
 
-vLLM has two, with AMX and without; each class here is a child of one of vLLM's own, and does what that does
-for layers that are not kvloom's. vLLM's layer multiplies queries and results by the weight.
+vLLM has two backends, with AMX and without. Each class here is a subclass of vLLM's class, and behaves like
+it for layers whose pages are not kvloom's. vLLM's layer multiplies queries and results by the weight.
 
 Shapes: T new tokens of all requests, H query heads, B blocks, S tokens of a block, C elements of a token;
 ``rank`` elements of a latent, ``rope`` of a rope key, ``nope`` of a query without positions, ``v`` of a value
@@ -34,15 +34,15 @@ from kvloom.integrations.vllm.options import CODES, Options
 from kvloom.integrations.vllm.pages import BITS_OF_ROPE_KEYS, PageFormat
 from kvloom.quant.rotation import block_of
 
-# A name below vLLM's own, whose handlers then show what is said.
+# A child of vLLM's logger, which has handlers.
 _logger = init_logger("vllm.kvloom")
 
 
 class LatentImpl:
-    """Stores and attends in one layer.
+    """Attention of one layer: stores its latents and attends.
 
     Raises:
-        UnsupportedError: its pages are of a kind that nobody has, or kvloom does not serve the layer.
+        UnsupportedError: the kind of its pages is unknown, or kvloom does not support the layer.
     """
 
     kinds: Final = ("auto", *CODES)
@@ -65,16 +65,16 @@ class LatentImpl:
         if not self.is_kvloom:
             return
         _refuse(config)
-        self.uses_amx_bmm = False  # its packed weights are for its own way to expand
+        self.uses_amx_bmm = False  # these packed weights are only for vLLM's expansion
         self.supports_quant_query_input = False
-        self.dtype = torch.get_default_dtype()  # in which vLLM makes the model
+        self.dtype = torch.get_default_dtype()  # dtype in which vLLM makes the model
         self.sizes = LatentSizes(
             self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
         )
         rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
         quant = None if bits is None else options.quant(bits, rank)
         if bits == BITS_OF_ROPE_KEYS:
-            options.quant(bits, rope)  # refuses a group that does not divide these
+            options.quant(bits, rope)  # raises for a group that does not divide ``rope``
         kind = None if bits is None else replace(options.kind(bits, rank), smooth="none")
         self.recent = 0 if kind is None else kind.recent or 0
         self._full_range = quant is not None and quant.full_range
@@ -91,7 +91,7 @@ class LatentImpl:
         )  # fmt: skip
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Have pages for a residual window; vLLM asks for those of all layers when the model is loaded."""
+        """Register pages for a residual window, before vLLM asks for the pages of all layers."""
         if not self.is_kvloom:
             super().process_weights_after_loading(act_dtype)  # type: ignore[misc]
         elif self.recent and self._residual is None:
@@ -110,20 +110,20 @@ class LatentImpl:
         """Store new tokens.
 
         Args:
-            kv_c_normed: Latents ``[T, rank]``, perhaps padded at the end.
+            kv_c_normed: Latents ``[T, rank]``, possibly padded at the end.
             k_pe: Rope keys ``[T, 1, rope]``.
             kv_cache: ``[B, S, C]``.
             slot_mapping: ``[T]`` int64; -1 skips a token.
-            kv_cache_dtype: That of the layer.
-            k_scale: Of vLLM's own codes.
-            more: The same, from 0.33 on.
+            kv_cache_dtype: Kind of the layer's pages.
+            k_scale: Scale of vLLM's own codes.
+            more: Further arguments for vLLM's own codes since 0.33.
         """
         if not self.is_kvloom:
             super().do_kv_cache_update(  # type: ignore[misc]
                 kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *more
             )
             return
-        if not kv_cache.numel():  # vLLM warms up: nobody will read this
+        if not kv_cache.numel():  # vLLM warms up, and these tokens are never read
             return
         self._view = self._paged.view(kv_cache)
         latents, slots = kv_c_normed.unsqueeze(1), slot_mapping.flatten()
@@ -134,14 +134,14 @@ class LatentImpl:
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to latents where they lie.
+        """Attend to latents in place.
 
         Args:
-            q: ``[T, H, rank + rope]`` of the requests that do so, or its two parts: queries were multiplied
-                by the weight of keys.
+            q: ``[T, H, rank + rope]``, or its two parts, of the requests that attend to latents; already
+                multiplied by the weight of keys.
             kv_c_and_k_pe_cache: The pages, as vLLM casts them.
             attn_metadata: The ``LatentStep``.
-            layer: The layer of vLLM's.
+            layer: vLLM's layer.
 
         Returns:
             ``[T, H, rank]``, and ``None``.
@@ -173,12 +173,12 @@ class LatentImpl:
         """Attend to keys and values that are made of stored latents.
 
         Args:
-            q: ``[T, H, nope + rope]`` of the requests that do so.
-            kv_c_normed: Stored already, as ``k_pe``.
-            k_pe: The same.
+            q: ``[T, H, nope + rope]`` of the requests whose latents are expanded.
+            kv_c_normed: New latents, which are already stored.
+            k_pe: New rope keys, likewise.
             kv_c_and_k_pe_cache: The pages, as vLLM casts them.
             attn_metadata: The ``LatentStep``.
-            k_scale: Of vLLM's own codes.
+            k_scale: Scale of vLLM's own codes.
             output: ``[T, H * v]``, written.
             output_scale: ``None``.
         """
@@ -201,7 +201,7 @@ class LatentImpl:
 
 
 class LatentBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the ``LatentStep`` of each forward for the layers of a group."""
+    """Builder of the ``LatentStep`` of each forward for the layers of a group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         layers = vllm_config.compilation_config.static_forward_context
@@ -209,7 +209,7 @@ class LatentBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self._is_kvloom = getattr(impl, "is_kvloom", False)
         if self._is_kvloom:
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
-            # What is read unquantized differs between the queries of a request.
+            # With a residual window each query of a request reads other tokens unquantized.
             self._sizes = None if impl.recent else impl.sizes
         else:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -217,10 +217,10 @@ class LatentBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> LatentStep | Any:
-        """The step, of vLLM's ``CommonAttentionMetadata``.
+        """Make the step from vLLM's ``CommonAttentionMetadata``.
 
         Raises:
-            UnsupportedError: it does not attend causally.
+            UnsupportedError: attention is not causal.
         """
         if not self._is_kvloom:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -228,20 +228,20 @@ class LatentBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class LatentBackend:
-    """What vLLM asks of such pages."""
+    """Mixin of the backends: kinds and sizes of pages."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CODES]
     content: ClassVar[dict[tuple[int, str], int]] = {}
     """Bytes of a token, by the elements of a latent with its rope key and the kind of pages.
 
-    Of the engine that this process loaded last; ``customize_spec`` is called without its configuration.
+    They are those of the engine loaded last in this process; ``customize_spec`` gets no configuration.
     """
     is_kvloom: ClassVar[bool] = False
-    """Whether the pages of that engine, which are all of one kind, are kvloom's."""
+    """Whether the pages of that engine, all of one kind, are kvloom's."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """``spec`` with room for scales, where its pages are quantized."""
+        """``spec`` with room for scales if its pages are quantized."""
         if spec.kv_quant_mode not in BITS or spec.state_content_bytes is not None:
             return super().customize_spec(spec)  # type: ignore[misc]
         content = LatentBackend.content[spec.head_size, spec.cache_dtype_str]
@@ -265,7 +265,7 @@ class _AmxBuilder(LatentBuilder, AMXMLAMetadataBuilder):  # type: ignore[misc]
 
 
 class KvloomCpuBackend(LatentBackend, CPUMLABackend):  # type: ignore[misc]
-    """vLLM's backend of latent attention without AMX, with pages of kvloom's where they are asked for."""
+    """vLLM's backend of latent attention without AMX, with kvloom's pages if they are requested."""
 
     @staticmethod
     def get_impl_cls() -> type[_CpuImpl]:
@@ -279,14 +279,14 @@ class KvloomCpuBackend(LatentBackend, CPUMLABackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Multiples of 16 of kvloom's, so that blocks are not split, and vLLM's own 16."""
+        """Multiples of 16 for kvloom's pages, so that blocks are not split; 16 for vLLM's."""
         if LatentBackend.is_kvloom:
             return [MultipleOf(16)]
         return list(CPUMLABackend.get_supported_kernel_block_sizes(kv_cache_spec))
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Whether blocks may have so many tokens; vLLM's own have 16."""
+        """Whether blocks may have ``block_size`` tokens; vLLM's blocks have 16."""
         if LatentBackend.is_kvloom and block_size is not None:
             return block_size % 16 == 0
         return bool(super().supports_block_size(block_size))
@@ -307,10 +307,10 @@ class KvloomAmxBackend(LatentBackend, AMXMLABackend):  # type: ignore[misc]
 
 
 def _refuse(config: Any) -> None:
-    """Refuse what kvloom does not do in layers of latent attention.
+    """Refuse options that kvloom does not support in layers of latent attention.
 
     Raises:
-        UnsupportedError: the engine asks for it.
+        UnsupportedError: the engine has such an option.
     """
     if ops.cpu_kernels() is None:
         raise UnsupportedError(f"kvloom must have compiled kernels: {ops.why_unavailable('cpu')}")

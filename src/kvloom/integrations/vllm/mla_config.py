@@ -1,8 +1,8 @@
-"""What vLLM's CPU platform takes from models with latent attention (MLA), given back where kvloom attends.
+"""Wrappers that restore settings that vLLM's CPU platform changes for models with latent attention (MLA).
 
-Its own kernel without AMX has blocks of 16 tokens, and reads no context of a prompt. So the platform sets the
-block size, and turns prefix caching and prompts in pieces off; from 0.33 on it refuses quantized pages. All
-that is before a backend is asked, and there is no hook behind it, so these two methods are wrapped.
+vLLM's kernel without AMX has blocks of 16 tokens, and does not read the context of a prompt. So the platform
+sets the block size, and turns off prefix caching and chunked prefill; since 0.33 it refuses quantized pages.
+It does so before it asks a backend, and has no hook afterwards, so two of its methods are wrapped.
 """
 
 import functools
@@ -10,14 +10,14 @@ from typing import Any, Final
 
 _MARK: Final = "_kvloom_gives_back"
 _DEFAULT_BLOCK: Final = 128
-"""Of vLLM's CPU platform, for all other attention."""
+"""Default block size of vLLM's CPU platform, for all other attention."""
 
 
 def give_back(platform: Any) -> None:
     """Wrap ``check_and_update_config`` and ``get_attn_backend_cls`` of a class of platforms, once.
 
     Args:
-        platform: ``CpuPlatform`` of vLLM's, or a child of it.
+        platform: vLLM's ``CpuPlatform``, or a subclass of it.
     """
     original, choose = platform.check_and_update_config.__func__, platform.get_attn_backend_cls.__func__
     if hasattr(original, _MARK):
@@ -42,7 +42,7 @@ def give_back(platform: Any) -> None:
         from kvloom.integrations.vllm.options import CODES
 
         asked = attn_selector_config
-        if asked.use_mla and asked.kv_cache_dtype in CODES:  # the layer has them, or says why not
+        if asked.use_mla and asked.kv_cache_dtype in CODES:  # the layer supports them, or raises
             asked = asked._replace(kv_cache_dtype="auto")
         return choose(cls, selected_backend, asked, num_heads)
 
@@ -52,13 +52,13 @@ def give_back(platform: Any) -> None:
 
 
 def are_kvloom(vllm_config: Any) -> bool:
-    """Whether an engine has latents in pages of kvloom's.
+    """Whether an engine keeps latents in kvloom's pages.
 
     Args:
-        vllm_config: Of the engine.
+        vllm_config: Configuration of the engine.
 
     Raises:
-        ConfigError: its options of kvloom are none.
+        ConfigError: its kvloom options are invalid.
     """
     from kvloom.core.entries import FLOATS
     from kvloom.integrations.vllm.options import CODES, Options

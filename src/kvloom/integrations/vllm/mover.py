@@ -1,4 +1,4 @@
-"""Moves tokens between the blocks of one rank and a store: the half of the connector that works."""
+"""Moves of tokens between the blocks of one rank and a store: the part of the connector in a worker."""
 
 import logging
 from collections import Counter
@@ -17,23 +17,23 @@ from kvloom.store.below import RUN_BYTES, runs_of
 _LOG: Final = logging.getLogger("kvloom.store")
 _READERS: Final = 2
 _PATIENCE: Final = 0.02
-"""Seconds that a step without anything to compute waits for what is read."""
+"""Seconds that a step without anything to compute waits for reads."""
 
 
 class Mover:
-    """Reads while steps of others are computed, and writes what a step computed.
+    """Mover that reads while other requests are computed, and writes the tokens that a step computed.
 
     Args:
-        store: Where to.
-        fingerprint: Of the model, all heads of all ranks.
-        blocks: Those of this rank.
-        heads: That it has; ``None`` for all.
+        store: The store.
+        fingerprint: Fingerprint of the model, for all heads of all ranks.
+        blocks: Blocks of this rank.
+        heads: Numbers of its heads; ``None`` for all.
         ranks: vLLM's group of ranks that hold the other heads; ``None`` if this one has all.
-        is_changed: Says whether the model is another than the fingerprint's, looking exactly if asked to.
-        states: Recurrent states of the model, if it has some; the rank is alone then.
+        is_changed: Function that tells whether the model has changed; its argument asks for an exact check.
+        states: Recurrent states of the model, if it has some; there is one rank then.
 
     Attributes:
-        is_aside: Whether the model is another: from then on nothing is read or written.
+        is_aside: Whether the model has changed; then nothing is read or written.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Mover:
         self._loading: dict[str, Future[bool]] = {}
 
     def start(self, plan: Plan) -> None:
-        """Begin to read, or refuse to. Comes in every step, so that no change of the model is missed."""
+        """Start the reads of a plan. Called in every step, so that no change of the model is missed."""
         self._look(plan.is_doubted)
         if plan.is_stale:
             self._refresh()
@@ -63,7 +63,7 @@ class Mover:
             self._loading[load.request] = self._readers.submit(self._read, load)
 
     def finished(self, is_idle: bool) -> tuple[set[str], set[str]]:
-        """Requests that were read since, and those of them that were not read whole."""
+        """Requests whose reads ended since the last call, and those that were not read completely."""
         if is_idle and self._loading:
             wait(self._loading.values(), _PATIENCE, FIRST_COMPLETED)
         done = {name for name, future in self._loading.items() if future.done()}
@@ -71,8 +71,8 @@ class Mover:
         return done, failed
 
     def save(self, plan: Plan) -> None:
-        """Copy what the stores lack, to be written in the background. All ranks have the same plan."""
-        if plan.saves and self._ranks is not None:  # of which each has seen a part of the model
+        """Copy tokens that stores do not have, to be written in the background; same plan on all ranks."""
+        if plan.saves and self._ranks is not None:  # each rank has checked its part of the model
             aside = torch.tensor(self.is_aside, dtype=torch.uint8)
             torch.distributed.all_reduce(aside, torch.distributed.ReduceOp.MAX, group=self._ranks.cpu_group)
             self.is_aside = bool(aside)
@@ -88,11 +88,11 @@ class Mover:
             self._save_states(save)
 
     def close(self) -> None:
-        """Wait until everything is read, and read no more."""
+        """Wait for all reads, and start no more."""
         self._readers.shutdown()
 
     def _look(self, exactly: bool) -> None:
-        """Set the store aside if the model is another."""
+        """Set ``is_aside`` if the model has changed."""
         if not self.is_aside and self._is_changed(exactly):
             self.is_aside = True
             _LOG.warning(
@@ -101,7 +101,7 @@ class Mover:
             )
 
     def _read(self, load: Transfer) -> bool:
-        """Whether all of it was read."""
+        """Read the tokens of a request; returns whether all were read."""
         at, end = load.start, len(load.tokens)
         try:
             for attempt in range(0 if self.is_aside else 2):
@@ -114,13 +114,13 @@ class Mover:
                 if at >= end and self._has_states(load):
                     self.counts["tokens_loaded"] += end - load.start
                     return True
-        except Exception:  # a request that never came back would wait for ever
+        except Exception:  # without a result the request would wait forever
             _LOG.exception("a prefix was not read")
         self.counts["tokens_failed"] += end - load.start
         return False
 
     def _has_states(self, load: Transfer) -> bool:
-        """Whether the states behind all tokens of a request were read, if it needs some."""
+        """Read the states after all tokens of a request; returns false if they are needed and missing."""
         if self._states is None:
             return True
         whose, end = self._states.fingerprint, len(load.tokens)
@@ -130,7 +130,7 @@ class Mover:
         return False
 
     def _save_states(self, save: Transfer) -> None:
-        """Copy the states behind the tokens of a request, if the stores lack them."""
+        """Copy the states after the tokens of a request, if the stores do not have them."""
         if self._states is None:
             return
         whose, end = self._states.fingerprint, len(save.tokens)
@@ -145,7 +145,7 @@ class Mover:
             self._store.refresh(self._states.fingerprint)
 
     def _wanted(self, save: Transfer) -> list[range]:
-        """Runs of pages to write, as the first rank says."""
+        """Contiguous ranges of pages to write, decided by the first rank."""
         if self._ranks is None:
             return self._missing(save)
         mine = self._missing(save) if self._ranks.rank_in_group == 0 else None
@@ -164,7 +164,7 @@ class Mover:
         return room
 
     def _gathered(self, packed: bytearray) -> bytearray | None:
-        """All heads on the first rank, ``None`` on the others."""
+        """Packed pages of all heads on the first rank, ``None`` on the others."""
         ranks = self._ranks
         if ranks is None:
             return packed

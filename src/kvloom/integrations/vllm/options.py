@@ -1,4 +1,4 @@
-"""Options in ``--additional-config '{"kvloom": {...}}'``."""
+"""Options of an engine in ``--additional-config '{"kvloom": {...}}'``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,21 +10,21 @@ from kvloom.core.spelling import SMOOTHED, Kind
 from kvloom.errors import ConfigError
 
 CODES: Final = {"int8_per_token_head": 8, "int4_per_token_head": 4}
-"""Bits of the codes in pages of kvloom's, by the values of ``--kv-cache-dtype`` that stand for them."""
+"""Bits of the codes in kvloom's pages, by the value of ``--kv-cache-dtype``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How kvloom serves an engine.
+    """kvloom's options of an engine.
 
     Attributes:
-        group: Elements of a head vector that share a scale, where pages are quantized. ``None``: the greatest
-            common divisor of 64 and the head dim, which must be a multiple of 8.
-        float: Whether float pages are kvloom's too: ``True``, ``False``, or ``"auto"`` if a probe at start
+        group: Elements of a head vector that share a scale in quantized pages. ``None``: the greatest common
+            divisor of 64 and the head dim, which must be a multiple of 8.
+        float: Whether float pages are kvloom's, too: ``True``, ``False``, or ``"auto"`` if a probe at start
             finds them faster.
-        recent: Residual window: newest tokens that each token attends to unquantized, where pages are
-            quantized. ``None``: 64 for int4, 0 for int8.
-        smooth: One of ``SMOOTHED``: whether keys are smoothed, where pages are quantized.
+        recent: Residual window of quantized pages: the last tokens that each token attends to unquantized.
+            ``None``: 64 for int4, 0 for int8.
+        smooth: Whether keys in quantized pages are smoothed, one of ``SMOOTHED``.
     """
 
     group: int | None = None
@@ -44,13 +44,13 @@ class Options:
 
     @classmethod
     def of(cls, additional_config: object) -> "Options":
-        """Those of an engine.
+        """The options of an engine.
 
         Args:
             additional_config: The engine's ``additional_config``.
 
         Raises:
-            ConfigError: ``kvloom`` in it is no mapping, or has a name or a value that is none.
+            ConfigError: ``kvloom`` in it is no mapping, or has an unknown name or an invalid value.
         """
         given: Any = additional_config.get("kvloom", {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
@@ -62,7 +62,7 @@ class Options:
         return cls(**given)
 
     def kind(self, bits: int, head_dim: int) -> Kind:
-        """How a layer is kept, as the format string of a ``KVPool`` with the same pages says it.
+        """Kind of a layer's pages, as in the format string of a ``KVPool`` with the same pages.
 
         Keys are rotated as ``Codes.rotate`` says.
 
@@ -75,10 +75,10 @@ class Options:
         return Kind(codes.name, quant.group, codes.rotate, recent, smooth=self.smooth, range=quant.range)
 
     def quant(self, bits: int, head_dim: int) -> QuantSpec:
-        """The codes of a layer, in the range of a format string; what is done to keys before is not in them.
+        """Quantization of a layer, with the range of its format string, without rotation and smoothing.
 
         Raises:
-            ConfigError: the group does not divide ``head_dim``, or is odd where two codes share a byte.
+            ConfigError: the group does not divide ``head_dim``, or is odd although two codes share a byte.
         """
         if self.group is not None and head_dim % self.group:
             raise ConfigError(f"kvloom.group must divide the head dim {head_dim}, got {self.group}")

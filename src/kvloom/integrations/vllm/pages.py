@@ -1,8 +1,8 @@
-"""Pages of vLLM as views: what a block keeps of one head, in planes.
+"""Views of vLLM's pages: each head of a block has planes of keys, values and scales.
 
-vLLM allocates pages ``[B, H, S, C]`` and copies, zeroes and sends whole blocks; the ``S * C`` bytes of a head
-in a block are free to be used. They are the keys of its tokens, the values, and where these are codes the
-scales of the keys and those of the values, each in the axis order that attention reads best.
+vLLM allocates pages ``[B, H, S, C]``, and copies, zeroes and sends whole blocks, so the ``S * C`` bytes of a
+head in a block can have any order. They hold the keys of its tokens, then the values, and for codes the
+scales of keys and of values, each in the axis order that attention reads best.
 
 Shapes: B blocks, H key/value heads, S tokens of a block, D head dim, C elements of a token of a head.
 """
@@ -21,18 +21,18 @@ from kvloom.core.views import KVView
 from kvloom.errors import ShapeError
 
 BITS_OF_ROPE_KEYS: Final = 8
-"""At least, beside latents that are codes."""
+"""Least bits of rope keys beside quantized latents."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """How a page keeps the tokens of a head.
+    """Format of the tokens of a head in a page.
 
     Attributes:
-        key: Keys, or latents; its layout is not read.
-        value: Values, or rope keys.
-        is_latent: Whether these are latents and rope keys of one head. Where they are not quantized, both of
-            a token lie side by side then, as in vLLM's own pages.
+        key: Spec of keys, or latents; its layout is not read.
+        value: Spec of values, or rope keys.
+        is_latent: Whether these are latents and rope keys of one head. If unquantized, the latent and rope
+            key of a token are adjacent then, as in vLLM's own pages.
     """
 
     key: KVSpec
@@ -41,12 +41,12 @@ class PageFormat:
 
     @classmethod
     def heads(cls, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> "PageFormat":
-        """Keys and values.
+        """Format of keys and values.
 
         Args:
             head_dim: D, a multiple of the group.
-            dtype: What the model computes in, and of keys and values where they are not quantized.
-            quant: How they are quantized; ``None`` if they are not.
+            dtype: Dtype that the model computes in, and that of unquantized keys and values.
+            quant: Quantization; ``None`` for unquantized pages.
 
         Raises:
             ConfigError: the group does not divide ``head_dim``.
@@ -56,16 +56,16 @@ class PageFormat:
 
     @classmethod
     def latents(cls, rank: int, rope: int, dtype: torch.dtype, quant: QuantSpec | None) -> "PageFormat":
-        """Latents of ``rank`` elements and rope keys of ``rope``, which have 8 bits where latents have fewer.
+        """Format of latents and rope keys; rope keys have 8 bits if latents have fewer.
 
-        Rope keys are few channels with the positions of all tokens.
+        Rope keys are few channels, which hold the positions of all tokens.
 
         Args:
             rank: Elements of a latent.
             rope: Elements of a rope key.
-            dtype: As of ``heads``.
-            quant: Of latents, and of rope keys where these have as many bits; ``None`` if neither is
-                quantized.
+            dtype: As in ``heads``.
+            quant: Quantization of latents, and of rope keys if it has at least 8 bits; ``None`` for
+                unquantized pages.
 
         Raises:
             ConfigError: the group does not divide ``rank`` or ``rope``.
@@ -76,7 +76,7 @@ class PageFormat:
 
     @property
     def unquantized(self) -> "PageFormat":
-        """The same without codes."""
+        """The same format without quantization."""
         key, value = (replace(spec, quant=None) for spec in (self.key, self.value))
         return replace(self, key=key, value=value)
 
@@ -90,7 +90,7 @@ class PageFormat:
 
         Args:
             pages: ``[B, H, S, C]``, or ``[B, S, C]`` of one head, of any dtype, dense in the last two axes;
-                blocks and heads may lie apart.
+                blocks and heads may have any strides.
 
         Raises:
             ShapeError: ``pages`` are not dense, or not of ``content_bytes``.
@@ -124,5 +124,5 @@ class PageFormat:
 
 
 def largest_block(tokens: int, most: int) -> int:
-    """Tokens of a block in the place of one of ``tokens``: the largest divisor up to ``most``, at least 1."""
+    """Largest divisor of ``tokens`` that is at most ``most``; at least 1."""
     return next((size for size in range(min(tokens, most), 1, -1) if tokens % size == 0), 1)

@@ -1,6 +1,6 @@
-"""Plans of reads from a store and writes to it: the half of the connector in vLLM's scheduler.
+"""Plans of reads from a store and writes to it: the part of the connector in vLLM's scheduler.
 
-It knows requests by what vLLM's ``Request`` has, and imports no vLLM.
+It uses attributes of vLLM's ``Request``, and does not import vLLM.
 """
 
 from collections import Counter
@@ -13,22 +13,22 @@ from kvloom.integrations.vllm.recurrent import StateGroups
 from kvloom.store import Fingerprint, KVStore
 
 _PATIENCE: Final = 0.02
-"""Seconds that a step waits for an answer of the stores; what takes longer is asked again in the next."""
+"""Seconds that a step waits for an answer of the stores; later answers are taken in the next steps."""
 _ATTEMPTS: Final = 2
-"""Reads of a request before it is computed."""
+"""Number of failed reads of a request after which it is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Tokens of a request that move.
+    """Tokens of a request that are read or written.
 
     Attributes:
-        request: Its id.
-        salt: Who may find them.
-        tokens: Ids from the start of the text to the end of what moves.
-        start: Position of the first token that moves.
-        blocks: Of each group that attends the ids of the request's blocks.
-        states: Of each group with recurrent states the block for those behind the tokens.
+        request: Id of the request.
+        salt: Salt under which they are stored.
+        tokens: Token ids from the start of the text to the last transferred token.
+        start: Position of the first transferred token.
+        blocks: Ids of the request's blocks in each group of attention layers.
+        states: Block with the states after the tokens, in each group of recurrent layers.
     """
 
     request: str
@@ -44,12 +44,12 @@ class Plan:
     """Pages to read and to write in one step.
 
     Attributes:
-        loads: To be read.
-        saves: To be written, when the step is computed.
-        states: The same, of recurrent states.
-        is_stale: Whether the stores do not have what they listed.
+        loads: Tokens to be read.
+        saves: Tokens to be written after the step.
+        states: Recurrent states to be written after the step.
+        is_stale: Whether the stores did not have pages that they listed.
         is_idle: Whether nothing is computed in this step.
-        is_doubted: Whether it may be that the model is another since the last step.
+        is_doubted: Whether the model may have changed since the last step.
     """
 
     loads: list[Transfer] = field(default_factory=list)
@@ -61,15 +61,15 @@ class Plan:
 
 
 class Planner:
-    """Finds the prefixes of requests, and says what moves in each step.
+    """Planner that finds the prefixes of requests, and makes the plan of each step.
 
     Args:
-        store: Where prefixes are looked for.
-        fingerprint: Whose they are.
+        store: Store of the prefixes.
+        fingerprint: Fingerprint of the model.
         page_size: Tokens that are read and written together.
         reads: Whether anything is read.
         writes: Whether anything is written.
-        states: Where recurrent states are, if the model has some. Then a prefix is found where they are, too.
+        states: Groups of recurrent states, if the model has some. A prefix then ends where they are stored.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Planner:
         self._finder = ThreadPoolExecutor(1, "kvloom-find")
         self._found: dict[tuple[str, int], Future[int]] = {}
         self._requests: dict[str, Any] = {}
-        self._offered: dict[str, int] = {}  # tokens of each request that were to be written
+        self._offered: dict[str, int] = {}  # number of tokens of each request that were planned to be written
         self._failures: Counter[str] = Counter()
         self._loads: list[Transfer] = []
         self._is_stale = self._is_doubted = False
 
     def match(self, request: Any, computed: int) -> int | None:
-        """Tokens after the first ``computed`` that can be read; ``None`` if it takes longer to find out."""
-        last = (request.num_tokens - 1) // self._size * self._size  # one token at least is computed
+        """Number of tokens after ``computed`` ones that can be read; ``None`` if stores have not answered."""
+        last = (request.num_tokens - 1) // self._size * self._size  # at least one token is computed
         if not self._reads or last <= computed or not is_text(request):
             return 0
         if self._failures[request.request_id] >= _ATTEMPTS:
@@ -110,7 +110,7 @@ class Planner:
         return max(0, end // self._size * self._size - computed)
 
     def allocated(self, request: Any, blocks: tuple[list[int], ...], num_read: int) -> None:
-        """Note that a request has blocks, into the last of which so many tokens are to be read."""
+        """Record that a request has blocks, into which ``num_read`` tokens are to be read."""
         name = request.request_id
         self._requests[name] = request
         self._forget(name)
@@ -127,12 +127,13 @@ class Planner:
         blocks_of: Any,
         offers: dict[str, list[tuple[int, int, int]]] | None = None,
     ) -> Plan:
-        """Pages to read and to write in one step.
+        """Make the plan of one step.
 
         Args:
-            scheduled: New tokens of each request.
-            blocks_of: Gives the blocks of a request by its id, those of all groups.
-            offers: Of each request the states that are behind whole blocks when the step is computed.
+            scheduled: Number of new tokens of each request.
+            blocks_of: Function from a request's id to its blocks in all groups.
+            offers: States of each request after whole blocks, which exist after the step: group, block and
+                number of tokens.
         """
         plan = Plan(self._loads, [], [], self._is_stale, not any(scheduled.values()), self._is_doubted)
         self._loads, self._is_stale, self._is_doubted = [], False, False
@@ -152,12 +153,12 @@ class Planner:
         return plan
 
     def know(self, fingerprint: Fingerprint) -> None:
-        """Look for pages of a fingerprint from now on, before there is a request."""
+        """Set the fingerprint; called before there are requests."""
         self._fingerprint = fingerprint
         self._of_states = None if self._states is None else self._states.fingerprint(fingerprint)
 
     def failed(self, names: set[str]) -> None:
-        """Note that reading failed for some requests, which are looked up once more."""
+        """Record failed reads of requests, which are looked up once more."""
         self._failures.update(names)
         self._is_stale = self._is_stale or bool(names)
         if names:
@@ -166,11 +167,11 @@ class Planner:
                 self._finder.submit(self._store.refresh, self._of_states)
 
     def set_aside(self) -> None:
-        """Read and write no more: the model is another than the fingerprint's."""
+        """Stop reads and writes, since the model no longer matches the fingerprint."""
         self._reads = self._writes = False
 
     def reset(self) -> None:
-        """Forget what was found, and have the model looked at before more is read."""
+        """Forget found prefixes, and have the model checked before the next read."""
         for key in list(self._found):
             self._found.pop(key).cancel()
         self._is_doubted = self._is_stale = True
@@ -186,7 +187,7 @@ class Planner:
         self._finder.shutdown()
 
     def _behind_blocks(self, offers: dict[str, list[tuple[int, int, int]]]) -> list[Transfer]:
-        """Recurrent states to write."""
+        """Recurrent states to be written."""
         found: list[Transfer] = []
         for name, own in offers.items():
             request = self._requests.get(name)

@@ -1,4 +1,4 @@
-"""Whether this machine attends to float pages faster by kvloom's kernels than by vLLM's: a second at start.
+"""Probe whether kvloom's kernels for float pages are faster than vLLM's on this machine; takes a second.
 
 Shapes: R requests, H key/value heads, Hq query heads, D head dim.
 """
@@ -18,26 +18,26 @@ from kvloom.integrations.vllm.builder import Step
 from kvloom.integrations.vllm.pages import PageFormat
 
 CASES: Final = ((4, 1, 1024), (1, 256, 256))
-"""Requests, new tokens and stored ones of each: steps of decoding, and a prompt."""
+"""Requests, and new and stored tokens of each: a decode step, and a prompt."""
 
 _PAGE, _ROUNDS = 128, 7
 
 
 @cache
 def is_faster(heads: int, queries: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether kvloom's kernels are the faster ones both in decoding and for prompts; found once.
+    """Whether kvloom's kernels are faster both in decoding and for prompts; measured once.
 
     Args:
         heads: H.
-        queries: Query heads of each of them.
+        queries: Number of query heads of each key/value head.
         head_dim: D.
-        dtype: Of the pages and queries.
+        dtype: Dtype of the pages and queries.
     """
     return all(ours < theirs for ours, theirs in probe(heads, queries, head_dim, dtype))
 
 
 def probe(heads: int, queries: int, head_dim: int, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Seconds of a call by kvloom and by vLLM for each of ``CASES``, medians of rounds."""
+    """Median seconds of a call by kvloom and by vLLM, for each of ``CASES``."""
     measured = []
     for case in CASES:
         calls = _calls(*case, heads, queries * heads, head_dim, dtype)
@@ -56,7 +56,7 @@ def probe(heads: int, queries: int, head_dim: int, dtype: torch.dtype) -> list[t
 def _calls(
     requests: int, new: int, stored: int, heads: int, query_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The same attention by kvloom and by vLLM, over pages of zeros."""
+    """Functions that compute the same attention by kvloom and by vLLM, over pages of zeros."""
     num_pages = -(-stored // _PAGE)
     query = torch.randn(requests * new, query_heads, head_dim).to(dtype)
     out = torch.empty_like(query)

@@ -1,4 +1,4 @@
-"""Attention of a forward whose keys and queries are recorded, and of which vLLM's pages see nothing.
+"""Recording of keys and queries in a forward that does not use vLLM's pages.
 
 Shapes: B rows, T tokens of each, H key/value heads, Hq query heads, D head dim.
 """
@@ -13,14 +13,14 @@ from kvloom.integrations.vllm.pages import PageFormat
 
 
 class Recording:
-    """Attention metadata of such a forward, the same in all layers; without vLLM.
+    """Attention metadata of such a forward, shared by all layers; does not import vLLM.
 
     Args:
-        rows: B; each is a text of its own.
+        rows: B; each row is a text of its own.
         num_tokens: T.
 
     Attributes:
-        keys: By the layer that keeps them, ``[B, H, T, D]``.
+        keys: Keys ``[B, H, T, D]`` by the layer that keeps them.
     """
 
     def __init__(self, rows: int, num_tokens: int) -> None:
@@ -40,7 +40,7 @@ class Recording:
         )
 
     def query_power(self, name: str) -> Tensor | None:
-        """``[Hq, D]`` float32, mean squares of the queries that read the keys of a layer."""
+        """Mean squares ``[Hq, D]`` float32 of the queries that read the keys of a layer; ``None`` if none."""
         squares = self._squares.get(name)
         return torch.stack(squares).mean(0) if squares else None
 
@@ -50,12 +50,12 @@ class Recording:
         """Causal attention of one layer.
 
         Args:
-            name: The layer that keeps the keys: another one where several read the same.
-            scores: Of the layer that attends.
+            name: Name of the layer that keeps the keys, which may be another layer.
+            scores: Options of the scores of the layer that attends.
             query: ``[B * T, Hq, D]``, as ``out``.
-            key: ``[B * T, H, D]``; not read where the layer that keeps them was called before.
+            key: ``[B * T, H, D]``; ignored if the keys of ``name`` are already recorded.
             value: As ``key``.
-            out: Written.
+            out: Result, written.
         """
         if name not in self.keys:
             kept = (x.unflatten(0, (self._rows, self._num_tokens)).transpose(1, 2) for x in (key, value))

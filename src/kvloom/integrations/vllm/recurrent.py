@@ -1,8 +1,8 @@
-"""Recurrent states of vLLM's in a store, beside the pages of attention.
+"""vLLM's recurrent states in a store, beside the pages of attention.
 
-With prefix caching vLLM keeps the states behind some of the blocks of a text: where a step ended. They have
-blocks of their own, which it offers to a connector in the step that computes them. A run has the states of
-all layers behind one text, as what a single layer keeps of its last token.
+With prefix caching vLLM keeps the states after some blocks of a text, where a step ended. States have their
+own blocks, which vLLM offers to a connector in the step that computes them. A stored segment has the states
+of all layers after one text, in the form of one layer's entry of the last token.
 """
 
 import platform
@@ -19,19 +19,19 @@ from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.tier import Piece
 
 _KEPT: Final = "float32"
-"""The dtype of a run, in which states of any dtype lie as bytes."""
+"""Dtype of a stored segment, which holds states of any dtype as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateGroups:
-    """Where an engine keeps its recurrent states.
+    """Groups of layers in which an engine keeps its recurrent states.
 
     Attributes:
-        numbers: Of the groups of recurrent layers, among all of vLLM's.
-        layers: Names of the layers of each of these groups.
+        numbers: Numbers of these groups among all of vLLM's groups.
+        layers: Names of the layers of each group.
         block_size: Tokens of a block.
-        nbytes: Of all states behind one text.
-        content: What decides their bytes, besides the model.
+        nbytes: Bytes of all states after one text.
+        content: Text with everything besides the model that decides their bytes.
     """
 
     numbers: tuple[int, ...]
@@ -41,30 +41,30 @@ class StateGroups:
     content: str
 
     def fingerprint(self, pages: Fingerprint) -> Fingerprint:
-        """Whose states these are, behind pages of a fingerprint."""
+        """Fingerprint of the states, given that of the pages."""
         side = SideFormat(-(-self.nbytes // FLOATS[_KEPT]), _KEPT)
         content = f"states of {self.content} behind {pages.digest.hex()}"
         layers = (Entry(1, side, None),)
         return replace(pages, attention=content, rotation="none", layers=layers, recent=0, smoothing="")
 
     def pages(self, blocks: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """Of all groups' blocks those of attention."""
+        """Blocks of the attention groups, of the blocks of all groups."""
         return tuple(ids for number, ids in enumerate(blocks) if number not in self.numbers)
 
     def behind(self, blocks: Sequence[list[int]], end: int) -> tuple[int, ...]:
-        """The block of each group that has, or is to have, the states behind the first ``end`` tokens.
+        """The block in each group for the states after the first ``end`` tokens.
 
         Args:
-            blocks: Of all groups.
-            end: A multiple of ``block_size``.
+            blocks: Blocks of all groups.
+            end: Number of tokens, a multiple of ``block_size``.
         """
         return tuple(blocks[number][end // self.block_size - 1] for number in self.numbers)
 
     def whole(self, offers: Iterable[tuple[int, int, int]]) -> dict[int, tuple[int, ...]]:
-        """The blocks of states that every group offers, by the tokens before them.
+        """Blocks of states that all groups offer, by the number of tokens before the states.
 
         Args:
-            offers: Number of a group, block, tokens, as vLLM has them.
+            offers: Number of a group, block and number of tokens, as vLLM has them.
         """
         found: dict[int, dict[int, int]] = {}
         for number, block, end in offers:
@@ -80,8 +80,8 @@ class States:
     """The states of all recurrent layers, in the memory of one engine.
 
     Args:
-        fingerprint: Whose they are.
-        layers: Of each group, of each layer, its tensors ``[blocks, ...]``.
+        fingerprint: Fingerprint of the states.
+        layers: Tensors ``[blocks, ...]`` of each layer of each group.
     """
 
     def __init__(self, fingerprint: Fingerprint, layers: Sequence[Sequence[Sequence[Tensor]]]) -> None:
@@ -89,14 +89,14 @@ class States:
         self.nbytes = fingerprint.layers[0].nbytes
 
     def pack(self, blocks: Sequence[int]) -> bytearray:
-        """A copy of the states that lie in a block of each group."""
-        # A page of a store is padded to 8 bytes.
+        """A copy of the states in the given block of each group."""
+        # A store pads its pages to 8 bytes.
         packed = bytearray(-(-self.nbytes // 8) * 8)
         self._move(torch.frombuffer(packed, dtype=torch.uint8), blocks, is_read=False)
         return packed
 
     def unpack(self, piece: Piece, blocks: Sequence[int]) -> None:
-        """Write what was read to a block of each group."""
+        """Write a piece to the given block of each group."""
         data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
         self._move(data, blocks, is_read=True)
 
@@ -106,7 +106,7 @@ class States:
             for state in (state for layer in group for state in layer):
                 here = state[block]
                 part = data[at : at + here.nbytes]
-                if is_read:  # a copy, since a part may begin where its dtype may not
+                if is_read:  # cloned, since a part may not be aligned for its dtype
                     here.copy_(part.clone().view(here.dtype).view(here.shape))
                 else:
                     part.copy_(here.contiguous().view(-1).view(torch.uint8))
@@ -114,14 +114,14 @@ class States:
 
 
 def state_groups(config: Any, groups: Sequence[Any]) -> StateGroups | None:
-    """Where an engine keeps recurrent states; ``None`` if it has none.
+    """Groups of an engine's recurrent states; ``None`` if it has no states.
 
     Args:
         config: vLLM's configuration.
         groups: vLLM's groups of layers.
 
     Raises:
-        UnsupportedError: it does not keep the states behind blocks, or not all in one place.
+        UnsupportedError: vLLM does not keep the states after blocks, or keeps them on several ranks.
     """
     from vllm import __version__
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -162,6 +162,6 @@ def state_groups(config: Any, groups: Sequence[Any]) -> StateGroups | None:
 
 
 def spec_of(group: Any, name: str) -> Any:
-    """How vLLM keeps what a layer of a group has of its tokens."""
+    """vLLM's cache spec of a layer in a group."""
     spec = group.kv_cache_spec
     return getattr(spec, "kv_cache_specs", {}).get(name, spec)

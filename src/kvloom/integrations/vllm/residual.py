@@ -1,8 +1,8 @@
-"""The residual window in vLLM: the newest tokens of a layer unquantized, in a KV cache group of their own.
+"""The residual window in vLLM: the last tokens of a layer unquantized, in a KV cache group of its own.
 
-Beside each layer whose pages are codes stands another for vLLM, of a sliding window and float pages. So
-vLLM gives out and frees these pages, finds prefixes in them and preempts their requests as those of any model
-with windows: a prefix is found if the tokens in front of its end are there unquantized, too.
+For each layer with quantized pages vLLM gets a second layer with a sliding window and float pages. So vLLM
+allocates and frees these pages, finds prefixes in them and preempts requests as in any model with windows. A
+prefix is found only if the tokens before its end are also there unquantized.
 """
 
 from typing import Any, Final
@@ -22,22 +22,22 @@ from kvloom.integrations.vllm.layer import Newest, Paged
 from kvloom.integrations.vllm.pages import PageFormat
 
 SUFFIX: Final = ".residual"
-"""Behind the name of a layer, in that of its residual window."""
+"""Suffix of a layer's name that names its residual window."""
 
 
 class ResidualBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes the ``Step`` of each forward for the pages of a group."""
+    """Builder of the ``Step`` of each forward for the pages of a group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
-        """The step, of vLLM's ``CommonAttentionMetadata``."""
+        """Make the step from vLLM's ``CommonAttentionMetadata``."""
         return step_of(common_attn_metadata, self.kv_cache_spec.block_size)
 
 
 class ResidualBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """What vLLM asks of such pages."""
+    """Backend of these pages."""
 
     @staticmethod
     def get_builder_cls() -> type[ResidualBuilder]:
@@ -46,18 +46,18 @@ class ResidualBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(*args: Any) -> list[Any]:
-        """Any: blocks are not split."""
+        """Any size, since blocks are not split."""
         return [MultipleOf(1)]
 
 
 class ResidualCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
-    """The residual window of a layer, as vLLM knows it.
+    """The residual window of a layer, as a layer of vLLM.
 
     Args:
         heads: Key/value heads of this rank.
-        format: How it keeps tokens, unquantized.
-        window: Newest tokens that each token reads.
-        code_bytes: Of a token of a head in the layer whose window it is.
+        format: Unquantized format of its tokens.
+        window: Number of last tokens that each token reads.
+        code_bytes: Bytes of a token of a head in the layer with the codes.
     """
 
     def __init__(self, heads: int, format: PageFormat, window: int, code_bytes: int) -> None:
@@ -72,11 +72,11 @@ class ResidualCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         self._paged = Paged(format)
 
     def get_attn_backend(self) -> type[ResidualBackend]:
-        """Whose builder makes metadata."""
+        """The backend, whose builder makes the step."""
         return ResidualBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SlidingWindowSpec:
-        """What vLLM allocates: as many tokens as fit into a page of the codes, which vLLM has of one size.
+        """Spec of a block: as many tokens as fit into a page of codes, since all pages have one size.
 
         Raises:
             UnsupportedError: vLLM would keep all tokens of a window.
@@ -97,28 +97,28 @@ class ResidualCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         self.kv_cache = kv_cache
 
     def store(self, key: Tensor, value: Tensor, name: str) -> None:
-        """Store new tokens ``[T, H, D]`` in this step's slots; ``name`` is its own."""
+        """Store new tokens ``[T, H, D]`` in this step's slots; ``name`` is the name of this layer."""
         if self.kv_cache.numel():
             layer.store(key, value, get_forward_context().slot_mapping[name], self._paged.view(self.kv_cache))
 
     def newest(self, name: str) -> tuple[Newest, Step]:
-        """The pages, and where tokens lie in them in this step; ``name`` is its own."""
+        """The pages, and the step for them; ``name`` is the name of this layer."""
         step: Step = get_forward_context().attn_metadata[name]
         return Newest(self._paged.view(self.kv_cache), self.window), step
 
 
 def beside(impl: Any, layers: dict[str, Any], window: int, format: PageFormat) -> str:
-    """Make the residual window of a layer known to vLLM.
+    """Register the residual window of a layer with vLLM.
 
     Args:
-        impl: Of the layer, which attends in it.
+        impl: Attention of the layer.
         layers: vLLM's ``static_forward_context``.
-        window: Newest tokens that each token reads.
-        format: Of the codes in its pages.
+        window: Number of last tokens that each token reads.
+        format: Format of the codes in its pages.
 
     Returns:
-        The name of the residual window in ``layers``: that of another layer, whose keys and values this one
-        reads, where it has none of its own.
+        The name of the residual window in ``layers``. A layer that reads the keys and values of another layer
+        has that layer's residual window.
     """
     owner: str | None = getattr(impl, "kv_sharing_target_layer_name", None)
     if owner is not None:

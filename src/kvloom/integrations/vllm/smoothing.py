@@ -1,7 +1,7 @@
-"""Key smoothing in vLLM: its model is asked as those of transformers are, once it has its weights.
+"""Key smoothing in vLLM: a model is calibrated as in transformers, once it has its weights.
 
-The numbers stay those of the weights that were loaded, whatever is written to them later: pages were stored
-by them. They are exact with any weights.
+The smoothing stays that of the loaded weights, even if weights are written later, since stored pages use it.
+It is correct for any weights.
 """
 
 from collections import Counter
@@ -28,14 +28,14 @@ from kvloom.ops import KeyOffset, KeySmoothing
 
 
 def calibrate(config: Any, model: nn.Module, owners: Mapping[str, str]) -> dict[str, LayerSmoothing]:
-    """The smoothing of each layer that attends, all heads of all ranks; the same on each of these.
+    """The smoothing of each attention layer, for all heads of all ranks; the same on each rank.
 
-    Never raises for what a model does: then no layer has any, and says why.
+    Errors of the model are never raised: then no layer has any smoothing, and the reason says why.
 
     Args:
-        config: vLLM's.
-        model: With its weights, as it computes.
-        owners: Of each layer that attends by its name, the layer whose keys it reads.
+        config: vLLM's configuration.
+        model: The model with its weights.
+        owners: For each attention layer by its name, the layer whose keys it reads.
     """
     try:
         with (
@@ -51,7 +51,7 @@ def calibrate(config: Any, model: nn.Module, owners: Mapping[str, str]) -> dict[
             total = config.model_config.get_total_num_kv_heads()
             gathered = {name: _gathered(recording, name, total) for name in kept}
             ranks, found = get_tp_group(), None
-            if ranks.rank_in_group == 0:  # others might round otherwise
+            if ranks.rank_in_group == 0:  # other ranks might round differently
                 found = {name: _fitted(*gathered[name], turns, shift, still) for name in kept}
             found = ranks.broadcast_object(found, src=0)
     except Exception as error:  # whatever a model raises on tokens that are no text
@@ -60,13 +60,13 @@ def calibrate(config: Any, model: nn.Module, owners: Mapping[str, str]) -> dict[
 
 
 def of_rank(smoothing: KeySmoothing) -> KeySmoothing:
-    """That of the heads that this rank has, of all heads."""
+    """The smoothing of this rank's heads, given that of all heads."""
     ranks = get_tp_group()
     return of_heads(smoothing, heads_of(len(smoothing.gain), ranks.rank_in_group, ranks.world_size))
 
 
 def of_heads(smoothing: KeySmoothing, heads: range) -> KeySmoothing:
-    """That of some heads alone."""
+    """The smoothing of some heads alone."""
     own, offset = slice(heads.start, heads.stop), smoothing.offset
     if offset is not None:
         mean, channels, frequencies = offset.mean[own], offset.channels[own], offset.frequencies[own]
@@ -75,24 +75,24 @@ def of_heads(smoothing: KeySmoothing, heads: range) -> KeySmoothing:
 
 
 def said_of(found: Mapping[str, LayerSmoothing]) -> str:
-    """What was done in how many layers, and why not more."""
+    """Text with the reasons of all layers, and the number of layers for each."""
     counted = Counter(layer.reason for layer in found.values())
     return "; ".join(f"{reason} in {n} layer{'s' if n > 1 else ''}" for reason, n in counted.items())
 
 
 def _refuse_parts(config: Any) -> None:
-    """Refuse a model of which this process cannot compute a forward by itself or with its tensor ranks."""
+    """Refuse a model whose forward this process cannot compute alone or with its tensor parallel ranks."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedError(f"pipeline_parallel_size must be 1, got {parallel.pipeline_parallel_size}")
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
         raise UnsupportedError(f"data_parallel_size must be 1, got {parallel.data_parallel_size}")
-    if config.model_config.is_hybrid:  # theirs would be zeros, or fail
+    if config.model_config.is_hybrid:  # their states would be zeros, or fail
         raise UnsupportedError("layers must be of attention, got recurrent ones, which have no states yet")
 
 
 def _read(config: Any, model: nn.Module, names: list[str], turns: list[Tensor]) -> tuple[Recording, int]:
-    """What attention got in a forward, and the shift of positions."""
+    """Run a forward; returns the recording, and the shift of positions."""
     said = config.model_config
     text, longest = said.hf_text_config, longest_of(said.hf_text_config)
     num_tokens, shift = rows(min(longest, positions_of(model) or longest), bool(turns))
@@ -113,7 +113,7 @@ def _read(config: Any, model: nn.Module, names: list[str], turns: list[Tensor]) 
 def _gathered(recording: Recording, name: str, total: int) -> tuple[Tensor | None, Tensor | None]:
     """Keys ``[B, H, T, D]`` and mean squares of queries ``[Hq, D]`` of a layer, all heads of all ranks.
 
-    ``total`` is the H of the model. Ranks beyond the heads share one.
+    ``total`` is the H of the model. If there are more ranks than heads, several ranks share a head.
     """
     key, power, ranks = recording.keys.get(name), recording.query_power(name), get_tp_group()
     if key is None or power is None or ranks.world_size == 1:
@@ -129,5 +129,5 @@ def _fitted(
         return LayerSmoothing(None, "it keeps no keys")
     try:
         return fit(key, power, turns, shift, still)
-    except Exception as error:  # of one rank alone, for which the others wait
+    except Exception as error:  # only the first rank runs this, and the others wait for its result
         return LayerSmoothing(None, f"calibration failed: {summary_of(error)}")

@@ -1,4 +1,4 @@
-"""Whether the weights of a model are still those that it was loaded with; without vLLM."""
+"""Watch of a model's weights, which notices changes since they were loaded; does not import vLLM."""
 
 import ctypes
 import gc
@@ -14,24 +14,24 @@ from kvloom.errors import UnsupportedError
 from kvloom.store.sums import checksum
 
 _SAMPLED: Final = 4096
-"""Elements of a model that are compared each time, if it has few tensors."""
+"""Number of elements of a model that are compared each time, if it has few tensors."""
 _SAMPLED_EACH: Final = 32
-"""Elements of each tensor that are compared at least."""
+"""Least number of elements of each tensor that are compared."""
 _FORMATS: Final = {2: "H", 4: "I", 8: "Q"}
-"""Of elements by their bytes, as ``memoryview`` names them."""
+"""Formats of ``memoryview`` by the bytes of an element."""
 
 
 class WeightWatch:
-    """Sees that parameters or buffers of a model change.
+    """Watch that notices changes of a model's parameters and buffers.
 
-    A tensor is seen to change by the object, its address and its version, and by a sample of its elements, as
-    what is written through ``.data`` counts as no version. Of weights that are packed, which vLLM keeps in a
-    function of their layer, it is seen that the function is another.
+    A change is noticed by the tensor's identity, address and version, and by a sample of its elements, since
+    a write through ``.data`` changes no version. Packed weights, which vLLM keeps in a function of their
+    layer, are compared by the identity of the function.
 
-    What changed once stays changed, whatever is written later.
+    A model that has changed once counts as changed, even if the weights are written back.
 
     Args:
-        model: With its weights in memory. A tensor that it replaces is not kept alive.
+        model: A model with its weights in memory. Tensors that it replaces are not kept alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,7 @@ class WeightWatch:
             exactly: Whether all elements are compared, rather than a sample.
         """
         if not self._is_changed:
-            # Memory is read at the addresses of the start, so only if they are still those of the tensors.
+            # Memory is read at the first addresses, so only if the tensors still have them.
             self._is_changed = not (
                 self._has_objects()
                 and self._sampled() == self._sample
@@ -71,7 +71,7 @@ class WeightWatch:
         return self._is_changed
 
     def _has_objects(self) -> bool:
-        """Whether every object is the one of the start, at its address, and written by no operator since."""
+        """Whether all objects are unchanged, at their first addresses, with their first versions."""
         values = list(self._values())
         return (
             len(values) == len(self._objects)
@@ -92,10 +92,10 @@ class WeightWatch:
 
 
 def model_of(layer: nn.Module) -> nn.Module:
-    """The model that a layer is a part of; vLLM tells a connector only of the layers that attend.
+    """The model that a layer is a part of, since vLLM passes only attention layers to a connector.
 
     Raises:
-        UnsupportedError: it is a part of none.
+        UnsupportedError: the layer is not part of a model.
     """
     modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     owners = {id(child): module for module in modules for child in module.children()}
@@ -120,7 +120,7 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The elements of a tensor where they lie, which are not kept alive."""
+    """The memory of a tensor's elements, which is not kept alive."""
     behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     kind: Any = ctypes.c_uint8 * int(min(tensor.nbytes, behind))
     memory = memoryview(kind.from_address(tensor.data_ptr())).cast("B")
