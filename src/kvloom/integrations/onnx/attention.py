@@ -18,11 +18,11 @@ def attend(
     keys: tuple[str, str],
     mask_rank: int,
 ) -> str:
-    """``[Tq, Hq, D]`` float32.
+    """Append attention; returns the name of its result ``[Tq, Hq, D]`` float32.
 
     Args:
-        b: Collects the nodes.
-        attributes: Those of the operator.
+        b: Builder of the nodes.
+        attributes: Attributes of the operator.
         tensors: Query ``[Tq, Hq, D]``, key and value ``[Tkv, H, D]``, float32.
         queries: Sequence and position of each row, ``[Tq]``.
         keys: Sequence and position of each stored token, ``[Tkv]``.
@@ -83,7 +83,7 @@ def _mask(b: Builder, rank: int, rows: str, columns: str) -> str:
 
 def _softmax(b: Builder, scores: str) -> str:
     """Softmax over the last axis; a row of -inf only gives zeros."""
-    last = [3]  # not -1, which ONNX Runtime does not understand where there are no elements
+    last = [3]  # not -1, which fails in ONNX Runtime without elements
     top = b.ReduceMax(scores, last, keepdims=1)
     top = b.Where(b.IsInf(top, detect_positive=0), 0.0, top)
     weights = b.Exp(b.Sub(scores, top))

@@ -1,4 +1,4 @@
-"""Builds the nodes of a function body or a graph, one standard operator at a time."""
+"""Builder of the nodes of a function body or a graph, one standard operator at a time."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ Operand: TypeAlias = str | int | float | list[int]
 
 
 class Builder:
-    """Appends nodes in order. Every method returns the name of the value that it adds.
+    """Builder that appends nodes in order. Every method returns the name of the value that it adds.
 
     A method with the name of a standard operator of ONNX appends one node of it: ``b.Add(x, 1)``. Operands
     are names of values, or constants: an int is an int64 and a float a float32, both 0-d, and a list is an
@@ -96,10 +96,10 @@ class Builder:
         return self.If(condition, **branches)
 
     def clip(self, x: str, largest: float) -> str:
-        """``x`` clipped to [-largest, largest]. NaN stays NaN, which ``Clip`` does not promise."""
+        """``x`` clipped to [-largest, largest]. NaN stays NaN, which ``Clip`` does not guarantee."""
         x = self.Where(self.Greater(x, largest), largest, x)
         return self.Where(self.Less(x, -largest), -largest, x)
 
     def is_nonfinite(self, x: str) -> str:
-        """Where float32 ``x`` is NaN or infinite."""
+        """Bool mask of the elements of float32 ``x`` that are NaN or infinite."""
         return self.Or(self.IsNaN(x), self.IsInf(x))

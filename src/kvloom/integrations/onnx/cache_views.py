@@ -68,7 +68,7 @@ def write_slots(kv: KVView, write_indices: Tensor, num_new: int, *, mode: str = 
 
 
 def row_batch(kv: KVView, num_new: int, lengths: Tensor) -> ops.Batch:
-    """The batch for ``kvloom.ops.attend``: ``num_new`` queries a row, the last of ``lengths`` stored tokens.
+    """The batch for ``kvloom.ops.attend``: the last ``num_new`` of ``lengths`` stored tokens of each row.
 
     Args:
         kv: The cache.
@@ -93,11 +93,11 @@ def row_batch(kv: KVView, num_new: int, lengths: Tensor) -> ops.Batch:
 def group_query_cache(
     key_cache: Tensor, value_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> KVView:
-    """View the caches of ``com.microsoft::GroupQueryAttention``, for reading where they are quantized.
+    """View the caches of ``com.microsoft::GroupQueryAttention``; read-only if they are quantized.
 
-    Its scales are constants of the model, one for each channel or one for all; here they are expanded to all
+    Its scales are constants of the model, one for each channel or one for all. Here they are expanded to all
     slots without a copy, so the view of a quantized cache cannot be written. Its nibbles are offset by 8
-    and may differ in scale, which kvloom's never do, so a 4-bit cache is copied, one code to a byte.
+    and may differ in scale, which kvloom's never do, so a 4-bit cache is copied with one code per byte.
 
     Args:
         key_cache: ``[B, H, M, D]`` float, or int8, or uint8 with D / 2 last (4 bits).

@@ -1,4 +1,4 @@
-"""Checks a model against the documents of its operators: one sentence for each problem."""
+"""Checks of a model against the documents of its operators, with one sentence for each problem."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ _SCALARS = ("start_pos", "decoding_batches", "max_seqlen", "max_kvlen")
 def check(model: Model) -> None:
     """Check that ``model`` is whole, and each PMX node in its graph: names, attributes, types and shapes.
 
-    What ONNX itself says about a model is checked too. Shapes are checked as far as they are known.
+    ONNX's own checks of a model run, too. Shapes are checked as far as they are known.
 
     Args:
         model: A model, its bytes or its path.
@@ -163,7 +163,7 @@ def _dims(call: Call, name: str, values: dict[str, ValueType]) -> Dims | None:
 
 
 def _match(name: str, letters: list[str], dims: Dims | None, sizes: dict[str, int]) -> Iterator[str]:
-    """Check known dims against ``letters`` and remember what they say in ``sizes``."""
+    """Check known dims against ``letters``, and add their sizes to ``sizes``."""
     if dims is None:
         return
     known = [f"{a}={sizes[a]}" for a in letters if a in sizes]

@@ -14,9 +14,9 @@ _OPERATOR = "opmx.dynamic_batching.MultiHeadCacheAttention"
 
 
 class DecoderStep(nn.Module):
-    """Takes the new tokens of a ragged batch, returns their logits; every layer has its own cache.
+    """Module from the new tokens of a ragged batch to their logits; every layer has its own cache.
 
-    So a runtime can update caches in place: each layer would copy a tensor that all layers write in turn.
+    With a cache per layer a runtime can update it in place. A cache of all layers would be copied by each.
 
     Args:
         model: A Llama-like causal language model of Hugging Face, whose submodules this step uses:
@@ -27,7 +27,7 @@ class DecoderStep(nn.Module):
         cache_layout: 0 to 3, as the opmx documents number them.
 
     Raises:
-        ArgumentError: ``model`` lacks one of these.
+        ArgumentError: ``model`` does not have one of these.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Exports a PyTorch module that calls the PMX operators to an ONNX model that has them as nodes."""
+"""Export of a PyTorch module that calls the PMX operators to an ONNX model that has them as nodes."""
 
 import inspect
 import warnings
@@ -43,16 +43,16 @@ def export(
     are ``caches_0``, ``caches_1`` and so on.
 
     Args:
-        module: Its ``forward`` takes tensors, or lists, tuples and dicts of them.
+        module: Module whose ``forward`` takes tensors, or lists, tuples and dicts of them.
         example_inputs: Positional arguments, or a dict of arguments by name. They are not written.
         dynamic: Axes of any extent by argument and axis, ``{"k": {0: "T"}, "caches": [{2: "S"}, ...]}``.
             Equal names are equal extents. As in ``torch.export``, an axis with extent 0 or 1 in the example,
             or with one that the module relies on, cannot be dynamic.
-        output_names: Names of what ``forward`` returns, in order; ``output_0`` and so on by default.
+        output_names: Names of the results of ``forward``, in order; ``output_0`` and so on by default.
         domain: ``"opmx"`` or ``"pmx"``.
-        portable: With bodies of standard operators. Otherwise nodes have the inputs and outputs of their
-            documents and nothing else, and write their caches in place.
-        opset: Of the standard operators, 18 or later.
+        portable: Whether nodes get bodies of standard operators. Otherwise nodes have only the inputs and
+            outputs of their documents, and write their caches in place.
+        opset: Version of the standard operators, 18 or later.
 
     Raises:
         ArgumentError: an argument of the operators or of this function is not allowed.
@@ -160,7 +160,7 @@ def _shapes(wanted: Any, dims: dict[str, Any]) -> Any:
 
 
 class _Trace:
-    """Tensors that a module returned and updated; ``torch.export`` would restore the module's attributes."""
+    """Tensors that a module returned and updated; kept apart, as ``torch.export`` restores attributes."""
 
     def __init__(self) -> None:
         self.num_outputs = 0
@@ -170,7 +170,7 @@ class _Trace:
 
 
 class _Recorder(torch.nn.Module):
-    """Runs a module, records each PMX call as a node, and also returns what was updated."""
+    """Wrapper that runs a module, records each PMX call as a node, and also returns updated tensors."""
 
     def __init__(self, module: torch.nn.Module, domain: str, names: list[str]) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class _Recorder(torch.nn.Module):
         return (*outputs, *latest.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Called as a tracer ``(name, arguments)``, or as a module."""
+        """Record a PMX call ``(name, arguments)``, or run as a module."""
         if args and isinstance(args[0], str):
             return self._record(args[0], args[1])
         return super().__call__(*args, **kwargs)
@@ -233,7 +233,7 @@ class _Recorder(torch.nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _layout(self, operator: Operator, arguments: dict[str, Any]) -> int:
-        """The number that the domain has for a layout of the document ``spec``."""
+        """Number in this domain of the layout that the document ``spec`` calls ``cache_layout``."""
         spec, number = arguments["spec"], arguments["cache_layout"]
         if spec not in DOMAINS:
             raise ArgumentError(f"spec must be 'pmx' or 'opmx', got {spec!r}")

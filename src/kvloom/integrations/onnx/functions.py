@@ -1,8 +1,8 @@
 """Function bodies: each PMX operator in standard ONNX operators, one function for each variant.
 
-New keys and values are stacked to ``[2, N, H, D]``. ``ScatterND`` writes them where an index says,
-``GatherND`` reads everything stored from the updated cache, so stores come before loads. The index names the
-axes of the cache up to the last of L and T, in any order; what follows is written in whole rows.
+New keys and values are stacked to ``[2, N, H, D]``. ``ScatterND`` writes them at the places of an index, and
+``GatherND`` reads all stored tokens from the updated cache, so stores come before loads. The index has the
+axes of the cache up to the last of L and T, in any order; the axes after them are written in whole rows.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ _SHORT = {
 
 
 class Variant(NamedTuple):
-    """Everything that a body depends on. ``scale_dtype`` and the ranks are 0 where there is no such input."""
+    """Everything that a body depends on. ``scale_dtype`` and the ranks are 0 without such an input."""
 
     operator: Operator
     domain: str
@@ -39,7 +39,7 @@ class Variant(NamedTuple):
 
     @property
     def overload(self) -> str:
-        """A name that no other variant has. It is without the layer, so all layers share one body."""
+        """Unique name of the variant, without the layer, so that all layers share one body."""
         words = [_SHORT[t] for t in (self.dtype, self.cache_dtype, self.scale_dtype) if t in _SHORT]
         numbers = [
             f"{name}{value}"
@@ -160,7 +160,7 @@ def _slots(b: Builder, variant: Variant, sequence: str, position: str) -> str:
 def _update(
     b: Builder, variant: Variant, new: list[str], heads: str, new_at: _Positions, all_at: _Positions
 ) -> str:
-    """Write ``new`` at ``new_at``, then read ``all_at``: ``[2, M, H, D]`` in the dtype of the inputs."""
+    """Write ``new`` at ``new_at``, then read ``[2, M, H, D]`` at ``all_at`` in the dtype of the inputs."""
     a = variant.attributes
     bits, group = a["quant_bit"], a["quant_group"]
     x = b.Concat(*(b.unsqueeze(side, 0) for side in new), axis=0)

@@ -1,4 +1,4 @@
-"""Reads models, finds our nodes, and infers types and shapes of values."""
+"""Reading of models, their PMX nodes, and types and shapes of values."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,10 +16,10 @@ Dims: TypeAlias = tuple[int | None, ...]
 
 
 def load(model: Model) -> onnx.ModelProto:
-    """Read a model from a file or from bytes; an ``onnx.ModelProto`` is returned as it is.
+    """Read a model from a file or from bytes; an ``onnx.ModelProto`` is returned unchanged.
 
     Raises:
-        ModelError: it is truncated, damaged or no ONNX model.
+        ModelError: the model is truncated, damaged or no ONNX model.
         ArgumentError: there is no such file.
     """
     if isinstance(model, onnx.ModelProto):
@@ -42,7 +42,7 @@ def load(model: Model) -> onnx.ModelProto:
 
 
 class Call(NamedTuple):
-    """A node of one of our operators, with its inputs and attributes by name."""
+    """A node of a PMX operator, with its inputs and attributes by name."""
 
     node: onnx.NodeProto
     operator: Operator
@@ -68,12 +68,12 @@ class Call(NamedTuple):
 
     @property
     def is_functional(self) -> bool:
-        """Whether the updated cache is an output, so that the node writes nothing in place."""
+        """Whether the updated cache is an output, and the node writes nothing in place."""
         return bool(self.output("cache"))
 
 
 def calls(nodes: Sequence[onnx.NodeProto]) -> Iterator[Call]:
-    """The nodes of our operators."""
+    """The nodes of PMX operators."""
     for node in nodes:
         operator = OPERATORS.get((node.domain, node.op_type))
         if operator is not None:

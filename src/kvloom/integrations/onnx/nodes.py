@@ -30,9 +30,9 @@ def key_value_cache(
     Args:
         current_key, current_value, start_pos, cache, scale: Names of values; ``""`` leaves ``scale`` out.
         outputs: Names of key and value.
-        updated: Names of the updated cache and, if there is one, scale: the functional form.
+        updated: Names of the updated cache and, if there is one, scale, for the functional form.
         domain: ``"opmx"`` or ``"pmx"``.
-        attributes: Those of the document; defaults need not be given.
+        attributes: Attributes of the document; defaults need not be given.
 
     Raises:
         ArgumentError: an attribute, the domain or the number of outputs does not fit.

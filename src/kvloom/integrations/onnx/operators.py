@@ -1,4 +1,4 @@
-"""The PMX operators as their documents describe them to ONNX: names, input order, attributes and ranges."""
+"""The PMX operators by their documents: names, input order, attributes and ranges."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """An integer attribute: ``default`` is ``None`` where it must be given; ``high`` is exclusive."""
+    """An integer attribute: ``default`` is ``None`` if it must be given; ``high`` is exclusive."""
 
     default: int | None
     low: int = 0
@@ -39,12 +39,12 @@ class Operator:
     """One operator. The last of ``inputs``, those in ``optional``, may be missing or empty.
 
     Attributes:
-        name: As in the document, ``KeyValueCache``.
-        group: What follows the domain, ``""`` or ``".dynamic_batching"``.
-        inputs: Names in order.
-        optional: Inputs that may be left out.
-        outputs: Names in order, those of the document.
-        attributes: In the order of the document.
+        name: Name in the document, such as ``KeyValueCache``.
+        group: Suffix of the domain, ``""`` or ``".dynamic_batching"``.
+        inputs: Names of inputs in order.
+        optional: Names of inputs that may be left out.
+        outputs: Names of outputs in the order of the document.
+        attributes: Attributes by name, in the order of the document.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Operator:
         return CacheLayout.of(f"{domain}.{self.name}", number)
 
     def complete(self, given: Mapping[str, int]) -> dict[str, int]:
-        """``given`` with the defaults of what it leaves out."""
+        """``given`` with defaults for missing attributes."""
         defaults = {name: a.default for name, a in self.attributes.items() if a.default is not None}
         return {**defaults, **{name: int(value) for name, value in given.items()}}
 
@@ -166,4 +166,4 @@ OPERATORS: Final = {
     for domain in DOMAINS
     for operator in (STATIC, DYNAMIC, ATTENTION)
 }
-"""By domain and type, as a node gives them."""
+"""Operators by domain and type of their nodes."""

@@ -27,8 +27,8 @@ class OrtSession:
     """An ONNX Runtime session on the CPU, with as many threads as torch has.
 
     Args:
-        model: In portable form.
-        in_out: Updated inputs, each with the output of its last state.
+        model: A model in portable form.
+        in_out: Updated inputs, each with the output that has its last state.
     """
 
     def __init__(self, model: onnx.ModelProto, in_out: dict[str, str]) -> None:
@@ -80,7 +80,7 @@ class OrtSession:
 
 
 def _has_one_reader(graph: onnx.GraphProto, name: str) -> bool:
-    """Whether the only reader of the input is one of our nodes, so that nobody else sees it change."""
+    """Whether the only reader of the input is a PMX node, so that no other node sees the update."""
     readers = [node for node in graph.node for x in node.input if x == name]
     inside = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)
     return len(readers) == 1 and not inside and next(calls(readers), None) is not None

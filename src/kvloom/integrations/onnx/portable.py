@@ -21,14 +21,14 @@ def portable(model: Model) -> onnx.ModelProto:
     read a cache after another node wrote it, read the updated one.
 
     A body depends on the dtypes and attributes of its node, so the dtypes of keys, caches and scales must be
-    known or follow from the inputs of the graph. The rank of a table or mask that is not known is taken from
-    the document. Values of indices are not checked.
+    known or follow from the inputs of the graph. An unknown rank of a table or mask is taken from the
+    document. Values of indices are not checked.
 
     Args:
         model: A model, its bytes or its path; not changed.
 
     Raises:
-        ModelError: it is not what ``check`` accepts, a type is unknown, or its opset is below 18.
+        ModelError: ``check`` does not accept the model, a type is unknown, or its opset is below 18.
         ArgumentError: there is no such file.
     """
     source = load(model)
@@ -36,7 +36,7 @@ def portable(model: Model) -> onnx.ModelProto:
     result = onnx.ModelProto()
     result.CopyFrom(source)
     opset = next((x.version for x in result.opset_import if x.domain in ("", "ai.onnx")), 0)
-    if not opset:  # a model of our nodes alone needs none
+    if not opset:  # a model of PMX nodes alone needs no standard opset
         opset = 24
         result.opset_import.append(helper.make_opsetid("", opset))
     if opset < MIN_OPSET:

@@ -1,4 +1,4 @@
-"""The PMX quantizer in standard operators: computed in float32, rounded where the document rounds.
+"""The PMX quantizer in standard operators: computed in float32, with the roundings of the document.
 
 A float32 quotient or product that is rounded to a 16-bit type is correctly rounded, since float32 has more
 than twice the digits. Nibbles are split by arithmetic, for which every runtime has kernels.
@@ -43,7 +43,7 @@ def quantize(b: Builder, x: str, dtype: int, bits: int, group: int, scale_dtype:
     sides, tokens, heads, dim = (b.size(x, axis) for axis in range(4))
     groups = b.Div(dim, [group])
     x = b.reshape(b.cast(x, FLOAT), sides, tokens, heads, groups, group)
-    last = [4]  # not -1, which ONNX Runtime does not understand where there are no elements
+    last = [4]  # not -1, which fails in ONNX Runtime without elements
     nonfinite = b.ReduceMax(b.cast(b.is_nonfinite(x), INT32), last, keepdims=1)
     nonfinite = b.cast(nonfinite, BOOL)
     x = b.Where(nonfinite, 0.0, x)

@@ -1,4 +1,4 @@
-"""The operators for ``onnx.reference.ReferenceEvaluator``: kvloom's own dialect on torch tensors."""
+"""The PMX operators for ``onnx.reference.ReferenceEvaluator``, computed by kvloom's dialect."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,7 +20,7 @@ _RUN: Final[dict[int, Callable[..., Any]]] = {
 
 
 def to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
-    """An array on the memory of ``x``; bfloat16 as ``ml_dtypes`` has it."""
+    """An array on the memory of ``x``; bfloat16 has the dtype of ``ml_dtypes``."""
     x = x.detach()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -28,7 +28,7 @@ def to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def to_torch(x: Any) -> Tensor:
-    """A tensor on the memory of the array ``x``, or on a copy of it if it is read-only, as constants are."""
+    """A tensor on the memory of the array ``x``, or on a copy if it is read-only, as constants are."""
     x = np.asarray(x)
     if not x.flags.writeable:
         x = x.copy()
@@ -40,7 +40,7 @@ def to_torch(x: Any) -> Tensor:
 
 
 class _Operator(OpRun):  # type: ignore[misc]
-    """Runs the dialect. A node without updated outputs writes ``cache`` and ``scale`` in place."""
+    """A PMX operator. A node without updated outputs writes ``cache`` and ``scale`` in place."""
 
     operator: Operator
     spec: str
@@ -69,4 +69,4 @@ def _make(domain: str, operator: Operator) -> type[_Operator]:
 
 
 REFERENCE_OPERATORS: Final = [_make(domain, op) for domain in DOMAINS for op in (STATIC, DYNAMIC, ATTENTION)]
-"""For ``ReferenceEvaluator(model, new_ops=REFERENCE_OPERATORS)``."""
+"""Operators for ``ReferenceEvaluator(model, new_ops=REFERENCE_OPERATORS)``."""

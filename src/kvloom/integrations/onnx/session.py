@@ -1,4 +1,4 @@
-"""Runs a model in ``onnx.reference`` with kvloom's operators, or in ONNX Runtime with standard ones."""
+"""Running a model in ``onnx.reference`` with kvloom's operators, or in ONNX Runtime with standard ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def run(model: Model, feeds: Mapping[str, Any], *, backend: str = "reference") -
         The outputs of the graph by name, and every updated cache and scale under the name of its input.
 
     Raises:
-        ModelError: the model is damaged or not what the documents allow.
+        ModelError: the model is damaged, or does not match the documents.
         ArgumentError: ``feeds`` or ``backend`` does not fit.
     """
     return Session(model, backend=backend).run(feeds)
