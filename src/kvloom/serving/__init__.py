@@ -1,6 +1,6 @@
-"""``kvloom serve``: an HTTP server that OpenAI's clients understand, on sessions of continuous batching.
+"""``kvloom serve``: an HTTP server for OpenAI's clients, on sessions of continuous batching.
 
-Importing this imports no torch and none of the packages that a server needs.
+Importing this package imports neither torch nor the packages that a server needs.
 """
 
 from importlib.util import find_spec
@@ -11,16 +11,16 @@ from kvloom.errors import KVError, UnsupportedError
 __all__ = ["PACKAGES", "Refused", "expect_installed"]
 
 PACKAGES: Final = ("transformers", "starlette", "uvicorn", "prometheus_client")
-"""What a server needs beside torch."""
+"""Packages that a server needs beside torch."""
 
 
 class Refused(KVError):
-    """A request that is answered by an error.
+    """Error that answers a request.
 
     Args:
-        status: Of HTTP.
+        status: HTTP status.
         message: One sentence.
-        code: By which clients tell it from others of its status, if there is one.
+        code: Code that tells it from other errors with this status, or ``None``.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -29,7 +29,7 @@ class Refused(KVError):
 
 
 def expect_installed(names: tuple[str, ...] = PACKAGES) -> None:
-    """Raise UnsupportedError, with the command that helps, unless all packages are there."""
+    """Raise UnsupportedError, with the command that installs them, unless all packages are installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UnsupportedError(f"this needs {', '.join(missing)}: pip install {' '.join(missing)}")

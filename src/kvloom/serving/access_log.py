@@ -1,4 +1,4 @@
-"""A line of the log for each request: what was asked by its path, what came of it, and never what it said."""
+"""Access log: one line for each request with path, status, time and token counts, but no text."""
 
 import logging
 import sys
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from kvloom.serving.answers import Answers
 
 ENTRY: Final = "kvloom.entry"
-"""Where the scope of a request has its ``Entry``."""
+"""Key of a request's ``Entry`` in its ASGI scope."""
 
 _LOG: Final = logging.getLogger("kvloom.access")
 _MOST_CHARACTERS: Final = 100
-"""Of a path; whoever has no key can ask for any."""
+"""Largest number of characters of a path in the log, since clients without a key can send any path."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """What is told of a request when it has ended.
+    """Facts about a request for its line of the log.
 
     Attributes:
-        status: Of the answer; ``None`` if there was none.
-        answers: To its prompt; ``None`` if it had none that could be answered.
+        status: Status of the response; ``None`` if there was none.
+        answers: Answers to its prompts; ``None`` if none began.
     """
 
     status: int | None = None
@@ -31,11 +31,11 @@ class Entry:
 
 
 def logged(app: Any) -> Any:
-    """An ASGI application each of whose requests is a line on standard error when it has ended.
+    """ASGI application that writes a line on standard error at the end of each request.
 
-    It has the time, the method, the path, the status, milliseconds from the headers to the last byte, and
-    where a prompt was answered its tokens, those of them that were found, and the new ones. A query, headers,
-    and what is said are left out.
+    The line has the time, method, path, status, and milliseconds from the headers to the last byte. If a
+    prompt was answered, it has the numbers of prompt tokens, found tokens and new tokens. Queries, headers
+    and texts are left out.
     """
     if not _LOG.handlers:
         handler = logging.StreamHandler(sys.stderr)

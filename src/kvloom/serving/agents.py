@@ -1,4 +1,4 @@
-"""Sessions of agents over HTTP: a request names its own in a header, and clients list and delete them."""
+"""Sessions of agents over HTTP: a request names its session in a header; clients list and delete sessions."""
 
 import re
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ _ID: Final = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
 
 
 def turn_of(request: Request, num_answers: int) -> AgentTurn | None:
-    """The turn of a request in the session that it names; ``None`` if it names none.
+    """The turn of a request in the session that it names; ``None`` without a name.
 
     Args:
-        request: Whose headers are read.
-        num_answers: To all its prompts.
+        request: The request, whose headers are read.
+        num_answers: Number of answers to all its prompts.
 
     Raises:
-        ArgumentError: the name is none, or there are several answers.
+        ArgumentError: the name is invalid, or there are several answers.
     """
     names = request.headers.getlist(HEADER)
     if not names:
@@ -42,25 +42,25 @@ def turn_of(request: Request, num_answers: int) -> AgentTurn | None:
 
 
 class Agents:
-    """``/v1/sessions``: the sessions of the agents of one key, in all models.
+    """Endpoints ``/v1/sessions``: sessions of agents that belong to one key, in all models.
 
     Args:
-        models: Of the server.
+        models: Models of the server.
     """
 
     def __init__(self, models: Sequence[Model]) -> None:
         self._models = models
 
     async def every(self, request: Request) -> JSONResponse:
-        """All of them, the longest unused first."""
+        """List all sessions, the longest unused first."""
         found = self._found(request)
         data = [_described(model, report) for model, report in sorted(found, key=lambda x: x[1].used)]
         return JSONResponse({"object": "list", "data": data})
 
     async def one(self, request: Request) -> JSONResponse:
-        """The one that the path names, deleted if that is asked: it holds no pages then, and is forgotten.
+        """Show the session in the path, or delete it and release its pages.
 
-        With several models there may be one in each: the newest is shown, and all are deleted.
+        With several models each may have a session of this name: the last used is shown, and all are deleted.
         """
         name, owner = request.path_params["id"], request.scope.get(TENANT, "")
         found = [x for x in self._found(request) if x[1].name == name]

@@ -1,4 +1,4 @@
-"""Whether answers in company are those that a server gives each request alone, bit for bit."""
+"""Check that a server gives a request the same answer among others as alone, bit for bit."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ class Answer:
     """A server's answer to a request.
 
     Attributes:
-        prompt: Of the request.
-        new_tokens: That were asked for.
-        tokens: Of the answer, as texts.
+        prompt: Prompt of the request.
+        new_tokens: Number of new tokens that were requested.
+        tokens: Tokens of the answer, as texts.
         logprobs: Natural logarithms of their probabilities.
-        num_found: Tokens of the prompt that the server found in its pages.
-        text: Of the answer.
+        num_found: Number of prompt tokens that the server found in its pages.
+        text: Text of the answer.
     """
 
     prompt: str
@@ -31,28 +31,28 @@ class Answer:
     text: str = ""
 
     def add(self, choice: Any) -> None:
-        """The text and the tokens of the answer, or of a chunk of it."""
+        """Add the text and the tokens of the answer, or of a chunk of it."""
         self.text += choice.text
         if choice.logprobs is not None:
             self.tokens += choice.logprobs.tokens or []
             self.logprobs += choice.logprobs.token_logprobs or []
 
     def expect_logprobs(self) -> None:
-        """Raise UnsupportedError if a text has no log probabilities, as then nothing is compared."""
+        """Raise UnsupportedError if a text has no log probabilities, since there is nothing to compare."""
         if self.text and not self.logprobs:
             raise UnsupportedError("the server must give log probabilities of completions, got none")
 
 
 @dataclass(slots=True)
 class AnswerCheck:
-    """How many answers differ.
+    """Counts of compared answers, and of those that differ.
 
     Attributes:
-        checked: Answers that were compared.
-        other_tokens: Those of them that have other tokens.
-        other_logprobs: Those that have other log probabilities, those with other tokens among them.
-        other_behind_found: Those of them whose prompts began with what was found.
-        largest: Difference of log probabilities of the same tokens after the same tokens.
+        checked: Number of compared answers.
+        other_tokens: Number of answers with other tokens.
+        other_logprobs: Number of answers with other log probabilities, including those with other tokens.
+        other_behind_found: Number of the latter whose prompts began with a found prefix.
+        largest: Largest difference of log probabilities of the same tokens after the same tokens.
     """
 
     checked: int = 0
@@ -62,7 +62,7 @@ class AnswerCheck:
     largest: float = 0.0
 
     def compare(self, company: Answer, alone: Answer) -> None:
-        """Count one more answer."""
+        """Compare an answer among others with the one alone, and count it."""
         self.checked += 1
         self.other_tokens += company.tokens != alone.tokens
         differs = (company.tokens, company.logprobs) != (alone.tokens, alone.logprobs)
@@ -89,15 +89,15 @@ async def check_answers(
     answers: Sequence[Answer],
     observe: Callable[[AnswerCheck], None] = lambda check: None,
 ) -> AnswerCheck:
-    """Ask for each answer again, one after the other, and compare.
+    """Request each answer again, one after the other, and compare.
 
-    Each is asked under a salt of its own, so that nothing of its prompt is found that company computed.
+    Each request has its own salt, so that it finds no pages of other requests.
 
     Args:
-        client: Of the server.
-        model: Name.
-        answers: That were given in company, greedy.
-        observe: Called after each of them.
+        client: Client of the server.
+        model: Name of the model.
+        answers: Greedy answers that were given among others.
+        observe: Called after each answer.
 
     Raises:
         openai.APIError: a request was not answered.

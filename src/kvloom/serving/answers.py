@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of one answer: tokens and text since the last one.
+    """A piece of one answer: its tokens and text since the last piece.
 
     Attributes:
-        index: Of the answer, from 0.
-        text: Certain text.
+        index: Index of the answer, from 0.
+        text: Text that cannot change any more.
         tokens: New tokens, up to the one that completes a stop.
-        offsets: Characters of the answer before each of them.
-        logprobs: Theirs, if they were asked for; ``None`` for the first token of a prompt.
+        offsets: Number of characters of the answer before each token.
+        logprobs: Log probabilities of the tokens, if requested; ``None`` for the first token of a prompt.
         finish_reason: ``"stop"`` or ``"length"`` in the last piece of an answer.
-        prompt_logprobs: Those of the tokens of the prompt behind the first, if they were asked for.
+        prompt_logprobs: Log probabilities of the prompt's tokens after the first, if requested.
     """
 
     index: int
@@ -45,16 +45,16 @@ class Answers:
     """The answers to the prompts of one request.
 
     Args:
-        session: Whose.
-        name: By which the first answer is known.
+        session: Session that computes them.
+        name: Id of the first answer.
         prompts: Tokens of each prompt.
-        wanted: What was asked for.
-        max_tokens: New tokens of each answer to each prompt.
-        salt: Only requests of one salt share pages.
-        keep_special: Whether special tokens are text.
-        matcher: Of ``Grammars``, if an answer has a structure.
-        turn: Of the session of an agent, if the request is of one.
-        manager: What computes them; the session's own if ``None``.
+        wanted: Parameters of the request.
+        max_tokens: Largest number of new tokens of each answer, for each prompt.
+        salt: Only requests with the same salt share pages.
+        keep_special: Whether special tokens are part of the text.
+        matcher: Matcher of ``Grammars``, if an answer has a structure.
+        turn: Turn of an agent's session, if the request has one.
+        manager: Manager that computes them; that of the session if ``None``.
 
     Raises:
         Refused: the session takes no requests.
@@ -122,22 +122,22 @@ class Answers:
 
     @property
     def num_found(self) -> int:
-        """Tokens of the prompts whose pages were found by the first answer to each."""
+        """Number of prompt tokens whose pages were found, by the first answer to each prompt."""
         firsts = [*self._answers.values()][:: self._count]
         return sum(answer.choice.num_found or 0 for answer in firsts)
 
     def take(self, output: Any) -> None:
-        """An output that replaces the one before it."""
+        """Take an output, which replaces the earlier output of its answer."""
         self._latest[output.request_id] = output
         self._changed.set()
 
     def fail(self, message: str) -> None:
-        """Whoever reads ``pieces`` is refused with a 503."""
+        """Let ``pieces`` raise Refused with status 503."""
         self._failure = message
         self._changed.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Pieces of all answers, until all have ended; whatever ends this ends them.
+        """Pieces of all answers, until all have ended; closing the generator cancels them.
 
         Raises:
             Refused: a request failed, or takes too long.
@@ -176,7 +176,7 @@ class Answers:
             self.close()
 
     def close(self) -> None:
-        """Cancel whatever has not ended; its pages are free before the next step."""
+        """Cancel all answers that have not ended; their pages are released before the next step."""
         for name in self._answers:
             self._leave(name, ended=False)
 
@@ -186,7 +186,7 @@ class Answers:
 
 
 class _Answer:
-    """One answer while it comes."""
+    """One answer while it is computed."""
 
     def __init__(
         self, index: int, choice: Choice, text: TextStream, ends: frozenset[int], grammar: Grammar | None
@@ -196,7 +196,7 @@ class _Answer:
         self._text, self._ends, self._grammar, self._num_read = text, ends, grammar, 0
 
     def read(self, output: Any) -> Piece:
-        """The new part of an output; raises Refused if a grammar could not be followed to its end."""
+        """The new piece of an output; raises Refused if a grammar could not be followed to its end."""
         if self._grammar is not None and self._grammar.failure is not None:
             raise Refused(400, self._grammar.failure)
         start, tokens = self._num_read, output.generated_tokens

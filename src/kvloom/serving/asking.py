@@ -1,6 +1,6 @@
-"""From the body of a request to answers that have begun: tokens in threads, a place, and what reads the text.
+"""Beginning the answers to a request: its body is read, tokenized in threads, and passed to the session.
 
-Chat templates, and what reads tool calls and reasoning from answers, are transformers' own.
+Chat templates, and the parsers of tool calls and reasoning in answers, are those of transformers.
 """
 
 import json
@@ -33,7 +33,7 @@ from kvloom.serving.vision import PicturePrompt
 from kvloom.serving.wanted import Wanted
 
 _USUAL_TOKENS: Final = 16
-"""New tokens of a completion that does not say how many, as of OpenAI's; a chat has all that there may be."""
+"""Default number of new tokens of a completion, as in OpenAI's API; a chat has as many as possible."""
 
 _PROMPTS: Final = "prompt must be a text, a list of token ids, or a list of those"
 
@@ -43,11 +43,11 @@ class Begun:
     """Answers that have begun.
 
     Attributes:
-        name: Of the first answer, and of all of them for the client.
-        wanted: What was asked for.
-        answers: To be read or closed.
-        readers: One for each answer.
-        echoes: For each, the prompt with which its log probabilities begin; ``None`` for none.
+        name: Id of the first answer, and of the whole response for the client.
+        wanted: Parameters of the request.
+        answers: The answers, to be read or closed.
+        readers: Reader of each answer.
+        echoes: For each answer, the prompt with which its log probabilities begin; ``None`` for none.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Begun:
 
 
 class Asking:
-    """Begins the answers to requests of one kind.
+    """Starter of the answers to requests of one kind.
 
     Args:
-        session: That answers.
-        names: Of the model.
+        session: Session that answers.
+        names: Names of the model.
         kind: ``"chat"`` or ``"text"``.
-        prefix: With which names of answers begin.
+        prefix: Prefix of the ids of answers.
     """
 
     def __init__(self, session: Session, names: tuple[str, ...], kind: str, prefix: str) -> None:
@@ -76,11 +76,11 @@ class Asking:
         """Begin the answers to a request.
 
         Args:
-            request: Whose body has not been read.
-            translate: What makes a body of this kind from the request's, in a thread.
+            request: The request, whose body has not been read.
+            translate: Function from the request's body to a body of this kind, called in a thread.
 
         Raises:
-            KVError: what the request asks is wrong, or there is no room for it.
+            KVError: the request is invalid, or there is no room for it.
         """
         session, data = self._session, await request.body()
         if len(data) > session.max_body_bytes:
@@ -107,7 +107,7 @@ class Asking:
                     matcher = await read(session.grammars.matcher, wanted.structure)
                 del body, prompts
             tenant = request.scope.get(TENANT, "")
-            # Who names nobody finds in a store what pools and sessions without a salt wrote.
+            # Without tenant and salt, pages of pools and sessions without a salt are found in a store.
             salt = json.dumps([tenant, wanted.salt]) if tenant or wanted.salt else ""
             name = f"{self._prefix}-{uuid.uuid4().hex}"
             readers = [reader for x in asked for reader in x.readers]
@@ -126,7 +126,7 @@ class Asking:
         return Begun(name, wanted, answers, readers, [x.echo for x in asked for _ in x.readers])
 
     def _asked(self, prompt: Any, wanted: Wanted) -> "_Asked":
-        """One prompt of a completion, or the body of a chat."""
+        """Tokens and readers for one prompt of a completion, or for the body of a chat."""
         if self._kind == "chat":
             return self._chat(prompt, wanted)
         session = self._session
@@ -158,7 +158,7 @@ class Asking:
         return _Asked(tokens, [self._reader(wanted, tokens) for _ in range(wanted.count)], pictures)
 
     def _reader(self, wanted: Wanted, tokens: list[int]) -> Reader:
-        """Of an answer to a chat; one with a structure has it from its first letter on."""
+        """Reader of an answer to a chat; an answer with a structure is read as plain text."""
         if wanted.calls is not None:
             return CallsText(wanted.calls)
         if wanted.structure is not None:
@@ -173,7 +173,7 @@ class Asking:
 
 
 class _Asked(NamedTuple):
-    """Tokens of a prompt, what reads its answers, the prompt if it has pictures, and if it is scored."""
+    """Tokens of a prompt, readers of its answers, its pictures if any, and its echo if it is scored."""
 
     tokens: list[int]
     readers: list[Reader]

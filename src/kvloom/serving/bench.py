@@ -1,4 +1,4 @@
-"""``kvloom bench serve``: how fast a server answers many clients, or two servers the same ones."""
+"""``kvloom bench serve``: speed of a server with many clients, or of two servers with the same requests."""
 
 import argparse
 import asyncio
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 SCENARIOS: Final = ("shared", "chat", "trace")
 
 CLIENTS: Final = 8
-"""At a time, if not said."""
+"""Default number of clients."""
 
 RATES: Final = (0.001, 100_000.0)
-"""Least and most requests in a second."""
+"""Least and largest rate, in requests per second."""
 
 BOUNDS: Final = {
     "requests": (1, 1_000_000),
@@ -40,17 +40,17 @@ BOUNDS: Final = {
     "speed": (0.001, 1_000_000),
     "check_answers": (1, 1_000_000),
 }
-"""Least and most of each option that is a number."""
+"""Least and largest value of each numeric option."""
 
 _APART: Final = 0.05
-"""Shares that are as near as this are alike: a word is about one token, and a prompt ends within a page."""
+"""Difference of shares that is ignored, since a word is about one token, and a prompt ends within a page."""
 
 _LEAST: Final = 0.01
-"""Of a share that is worth a word where less was found; traces begin with a few hundredths."""
+"""Least repeated share for which a note is shown if less was found; traces begin with a few hundredths."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``kvloom bench serve``."""
+    """Add the options of ``kvloom bench serve``."""
     parser.add_argument(
         "--url",
         default=f"http://{Settings.host}:{Settings.port}/v1",
@@ -106,10 +106,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def conversations_of(args: argparse.Namespace, seed: int) -> list[Conversation]:
-    """The conversations that the options ask for.
+    """The conversations for the options.
 
     Raises:
-        ArgumentError: an option has no such value.
+        ArgumentError: an option has an invalid value.
     """
     for name, (low, high) in BOUNDS.items():
         if getattr(args, name) is not None:
@@ -124,12 +124,12 @@ def conversations_of(args: argparse.Namespace, seed: int) -> list[Conversation]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is asked.
+    """A server to be measured.
 
     Attributes:
-        url: Of its API.
-        key: Any text if it needs none.
-        model: By its name there; the first that it lists if ``None``.
+        url: URL of its API.
+        key: API key; any text if it needs none.
+        model: Name of the model on the server; the first that it lists if ``None``.
     """
 
     url: str
@@ -141,11 +141,11 @@ def base_url(name: str, text: str) -> str:
     """The URL of a server's API: its ``/v1`` if the URL has no path.
 
     Args:
-        name: Of the option.
+        name: Name of the option.
         text: The URL.
 
     Raises:
-        ArgumentError: it is no URL of a server.
+        ArgumentError: the text is no URL of a server.
     """
     try:
         url = urlsplit(text)
@@ -161,7 +161,7 @@ def rates_of(args: argparse.Namespace) -> list[float] | None:
     """The rates of ``--rate``; ``None`` if it is not given.
 
     Raises:
-        ArgumentError: they are no such numbers, or another option says when requests come.
+        ArgumentError: they are invalid, or another option determines the times of requests.
     """
     if args.rate is None:
         if args.plot is not None:
@@ -179,13 +179,13 @@ def rates_of(args: argparse.Namespace) -> list[float] | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and print what was measured.
+    """Measure, and print the results.
 
     Returns:
         The exit status: 1 if answers were checked and some differ.
 
     Raises:
-        KVError: an option has no such value, nobody answers, or no request was answered.
+        KVError: an option has an invalid value, no server responds, or no request was answered.
     """
     seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     servers = servers_of(args)
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     runs = []
     for i, conversations in enumerate(
         all_conversations
-    ):  # texts of their own: no rate finds those of another
+    ):  # each rate has its own texts, so it finds no pages of another
         rate = None if rates is None else rates[i]
         if rate is not None:
             conversations = arriving(conversations, rate, seed + i)
@@ -215,10 +215,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def servers_of(args: argparse.Namespace) -> list["Server"]:
-    """Whom the options name: one server, or two.
+    """The one or two servers that the options name.
 
     Raises:
-        ArgumentError: a URL is none, or an option of the second server is given without it.
+        ArgumentError: a URL is invalid, or an option of the second server is given without it.
     """
     servers = [
         Server(base_url("url", args.url), args.api_key or next(iter(keys_from(())), "none"), args.model)
@@ -232,7 +232,7 @@ def servers_of(args: argparse.Namespace) -> list["Server"]:
 
 
 def _note(summary: dict[str, Any], args: argparse.Namespace) -> str | None:
-    """Why a server found more than the run repeats, or much less."""
+    """Note if a server found more than the run repeats, or much less, else ``None``."""
     found, asked = summary["hit_rate"], summary["repeat_rate"]
     if found > asked + _APART:
         return "more was found than this run repeats: the server keeps pages of a run with the same seed"
@@ -307,6 +307,6 @@ async def _measure(
 
 
 def _some(answers: "list[Answer]", count: int) -> "list[Answer]":
-    """At most ``count`` of all answers, as far from each other as can be."""
+    """At most ``count`` of all answers, evenly spaced."""
     count = min(count, len(answers))
     return [answers[i * len(answers) // count] for i in range(count)]

@@ -1,4 +1,4 @@
-"""What ``kvloom bench serve`` prints of its runs: a column for each server, or a line for each rate."""
+"""Tables of ``kvloom bench serve``: a column for each server, or a line for each rate."""
 
 import os
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _TIMES = (("first_token_ms", "to the first token"), ("between_tokens_ms", "betwe
 
 
 def show(runs: Sequence[dict[str, Any]]) -> None:
-    """Print runs, each as ``kvloom bench serve --json`` gives it, and below what is to be said of them."""
+    """Print a table of runs, each as in ``kvloom bench serve --json``, and notes below it."""
     from rich.console import Console
 
     table, width = (_side_by_side(runs), "80") if runs[0]["rate"] is None else (_by_rate(runs), "100")

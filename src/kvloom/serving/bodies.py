@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON objects, and the model that they name."""
+"""Reading of request bodies, which are JSON objects, and check of the model that they name."""
 
 import gc
 import json
@@ -11,13 +11,13 @@ from kvloom.errors import ArgumentError
 from kvloom.serving import Refused
 
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-"""What a text may have that cannot be encoded."""
+"""Escaped surrogate, which may be unpaired, so that the text cannot be encoded."""
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No search for cycles, of which JSON has none: in a million lists it takes ten times as long as they."""
-    was_enabled = gc.isenabled()  # of several threads the one that finds it enabled enables it again
+    """Context without garbage collection, which takes ten times as long as reading a million lists."""
+    was_enabled = gc.isenabled()  # with several threads, the one that found it enabled enables it again
     gc.disable()
     try:
         yield
@@ -41,7 +41,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def expect_model(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise Refused unless a request is for the model that has these names, or says nothing of it."""
+    """Raise Refused unless a request names the model with these names, or no model."""
     if body.get("model") not in (None, *names):
         told = f"model must be {names[0]!r}, got {str(body['model'])[:100]!r}"
         raise Refused(404, told, "model_not_found")

@@ -1,4 +1,4 @@
-"""Throughput over latency as a picture: a curve for each server, a point for each rate of requests."""
+"""Chart of latency over throughput: a curve for each server, a point for each rate of requests."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ _LEFT, _TOP, _WIDTH, _HEIGHT, _APART = 62, 24, 330, 280, 80  # pixels of each pa
 
 
 def chart(runs: Sequence[dict[str, Any]]) -> str:
-    """An SVG of runs, each as ``kvloom bench serve --json`` gives it and at a rate.
+    """SVG of runs with a rate, each as in ``kvloom bench serve --json``.
 
-    Times are logarithmic; a run without an answer of two tokens has no place on the plot.
+    Times are logarithmic; a run without an answer of two tokens is left out.
     """
     by_server: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -62,6 +62,6 @@ def _draw_grid(picture: Picture, across: Axis, up: Axis, title: str) -> None:
 
 
 def _step(most: float) -> float:
-    """The least of 1, 2 and 5 times a power of ten of which at most five reach ``most``."""
+    """The least of 1, 2 and 5 times a power of ten, at most five of which reach ``most``."""
     power = 10.0 ** math.floor(math.log10(most / 5))
     return next(digit * power for digit in (1, 2, 5, 10) if 5 * digit * power >= most)

@@ -1,4 +1,4 @@
-"""What ``kvloom serve`` does with its options: it checks them, loads the model and starts the server."""
+"""``kvloom serve``: checks its options, loads the models and starts the server."""
 
 import argparse
 import os
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from kvloom.serving.models import Model
 
 _LEAST_PAGE_SIZE: Final = 4
-"""Of transformers' sessions."""
+"""Least page size of transformers' sessions."""
 
 _MOST_STEP: Final = 1 << 20
-"""Tokens of a page, or of a step, whose tensors are made at the beginning."""
+"""Largest number of tokens of a page or a step, whose tensors are allocated at the start."""
 
 _MEMORY_SHARE: Final = 0.8
-"""Of the free memory, what pages of several models take at most, each as much as another."""
+"""Largest share of the free memory for the pages of several models, divided equally."""
 
 
 def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, Any]]) -> int:
@@ -31,7 +31,8 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
 
     Args:
         args: The options.
-        load: Gives the model and the tokenizer of a folder, or the bundled ones, in a dtype or ``"auto"``.
+        load: Function that loads the model and the tokenizer of a folder, or the bundled ones for ``None``,
+            in a dtype or ``"auto"``.
 
     Returns:
         The exit status.
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
 
 
 def _paths(args: argparse.Namespace) -> dict[str, Path | None]:
-    """Folders of models by their names; ``None`` is the bundled one."""
+    """Folders of models by their names; ``None`` is the bundled model."""
     if not args.models:
         return {args.name or (args.model or bundled_model_path()).resolve().name: args.model}
     if args.model is not None or args.name is not None:

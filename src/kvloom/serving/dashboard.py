@@ -1,4 +1,4 @@
-"""``/dashboard``: a page that shows a session while it runs, and the state that it draws."""
+"""``/dashboard``: a page that shows a running session, and the state that it draws."""
 
 import hashlib
 import secrets
@@ -16,28 +16,28 @@ HEADERS: Final = {
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
-"""Of the page: it loads nothing, and talks to this server alone."""
+"""Headers of the page, which let it load nothing, and connect to this server alone."""
 
 _SECRET: Final = secrets.token_bytes(16)
 
 
 def page() -> str:
-    """The page, in HTML."""
+    """The page as HTML."""
     return read_page("kvloom.serving", "dashboard.html")
 
 
 def state_of(model: Model, models: Sequence[Model]) -> dict[str, Any]:
-    """The state that the page draws: counts, and the pages of each request. No text, no tokens, no salts.
+    """The state that the page draws: counts, and the pages of each request, without texts, tokens and salts.
 
     Args:
-        model: Whose.
-        models: All of the server.
+        model: Model to be shown.
+        models: All models of the server.
 
     Returns:
-        JSON: ``model``, and ``models``, by their names; ``kv``, ``alive``; ``generated`` tokens; ``report``,
-        a ``BatchReport``; ``pages``, one letter for each (free, active, shared, kept by the session of an
-        agent, evictable); and ``requests``, each with its ``id``, its ``group``, which those of one salt have
-        in common, its ``pages``, and ``runs`` as of ``runs_of``.
+        JSON: ``model`` and ``models``, as names; ``kv``; ``alive``; ``generated``, a number of tokens;
+        ``report``, a ``BatchReport``; ``pages``, one letter for each (free, active, shared, kept by the
+        session of an agent, evictable); and ``requests``, each with its ``id``, its ``group``, which is the
+        same for the same salt, its ``pages``, and ``runs`` as in ``runs_of``.
     """
     session = model.session
     found = session.manager.page_map()
@@ -67,17 +67,17 @@ def _group_of(salt: str) -> str:
 
 
 def runs_of(num_prompt: int, num_found: int, num_tokens: int, page_size: int) -> list[tuple[str, int, int]]:
-    """Why each page of a request was found or computed.
+    """Spans of a request's pages by the reason why they were found or computed.
 
     Args:
-        num_prompt: Tokens of its prompt.
-        num_found: Those of them that were found.
-        num_tokens: Tokens that have their place.
+        num_prompt: Number of tokens of its prompt.
+        num_found: Number of prompt tokens that were found.
+        num_tokens: Number of tokens that have a slot.
         page_size: Tokens in a page.
 
     Returns:
-        Kind, first token and end of each run, in order: ``"found"``; ``"unknown"``, the first page that
-        nobody left behind; ``"behind"`` it; ``"last"``, a full page with the last token of the prompt,
+        Kind, first token and end of each span, in order: ``"found"``; ``"unknown"``, the first page that was
+        not found; ``"behind"``, pages after it; ``"last"``, a full page with the last token of the prompt,
         which is always computed; ``"partial"``, a page that the prompt does not fill; ``"new"`` tokens.
     """
     tail = (num_prompt - 1) // page_size * page_size

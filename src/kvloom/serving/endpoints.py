@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: answers as OpenAI's clients read them."""
+"""Endpoints ``/v1/chat/completions`` and ``/v1/completions``, as in OpenAI's API."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -18,11 +18,11 @@ from kvloom.serving.wanted import Wanted
 
 
 class Endpoint:
-    """One of the two, on a session.
+    """One of the two endpoints, on a session.
 
     Args:
-        session: That answers.
-        names: Of the model, the first of which is given out.
+        session: Session that answers.
+        names: Names of the model; responses have the first one.
         kind: ``"chat"`` or ``"text"``.
     """
 
@@ -31,7 +31,7 @@ class Endpoint:
         self._asking = Asking(session, names, kind, "chatcmpl" if kind == "chat" else "cmpl")
 
     async def answer(self, request: Request) -> Any:
-        """Answer one request; raises KVError for what it asks wrongly."""
+        """Answer one request; raises KVError if the request is invalid."""
         begun = await self._asking.begin(request)
         wanted, answers = begun.wanted, begun.answers
         shapes = [Shape(self._kind, *x) for x in zip(begun.readers, begun.echoes, strict=True)]

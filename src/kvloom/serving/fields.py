@@ -1,4 +1,4 @@
-"""Fields of a request's JSON, each of one type and within its limits."""
+"""Readers of the fields of a request's JSON, with checks of types and limits."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from kvloom.errors import ArgumentError
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it."""
+    """Text of a value in an error, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,4 +1,4 @@
-"""Checks before every request: keys, sizes, time, and whether the client is still there."""
+"""Checks of every request: keys, sizes, time, and whether the client is still connected."""
 
 import asyncio
 import binascii
@@ -13,28 +13,27 @@ from kvloom.serving.replies import error_reply
 from kvloom.serving.settings import Settings, is_loopback
 
 TENANT: Final = "kvloom.tenant"
-"""Where a request has, in its scope, what its key was hashed to: requests of one key share pages."""
+"""Key of the tenant in a request's ASGI scope, a hash of its API key; requests of one tenant share pages."""
 
 OPEN: Final = "/health"
 """The path that needs no key."""
 
 BROWSED: Final = "/dashboard"
-"""The paths that a browser asks for begin so: there a key may be the password of Basic authentication."""
+"""Prefix of the paths for browsers, where the key may be the password of Basic authentication."""
 
 _GRACE_SECONDS: Final = 10.0
-"""That a request which takes too long has to say so by itself."""
+"""Time for a request that takes too long to answer with an error itself."""
 
 
 class Guard:
-    """An ASGI application around another.
+    """ASGI application that checks requests before it passes them to another one.
 
-    It answers 401 without a key, 431 and 413 where something is too large, 408 where it takes too long, and
-    400 where the end of a body is told in two ways. When the client goes away, whatever is computed for it is
-    cancelled.
+    It answers 401 without a key, 431 and 413 if something is too large, 408 if something takes too long, and
+    400 if the end of a body is given in two ways. If the client disconnects, its request is cancelled.
 
     Args:
-        app: The other.
-        settings: Of the server.
+        app: The other application.
+        settings: Settings of the server.
     """
 
     def __init__(self, app: Any, settings: Settings) -> None:
@@ -75,23 +74,23 @@ class Guard:
         reply = error_reply(*refusal)
         if refusal[0] == 401:
             reply.headers["WWW-Authenticate"] = 'Basic realm="kvloom"' if browsed else "Bearer"
-        if is_ambiguous:  # whoever stands before this server may take what follows for a request
+        if is_ambiguous:  # a proxy may take the bytes that follow for another request
             reply.headers["Connection"] = "close"
         await reply(scope, receive, send)
 
     def _tenant(self, headers: Headers, browsed: bool) -> str | None:
-        """A name for the key; empty if the server has no keys, ``None`` if the request has none of them."""
+        """Hash of the request's key; empty if the server has no keys, ``None`` if the key is not valid."""
         if not self._keys:
             return ""
         kind, _, key = headers.get("authorization", "").partition(" ")
         if browsed and kind.lower() == "basic":
             kind, key = "bearer", _password(key)
         given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        same = [hmac.compare_digest(given, known) for known in self._keys]  # all of them, whatever is found
+        same = [hmac.compare_digest(given, known) for known in self._keys]  # all keys, in constant time
         return given.hex() if any(same) and kind.lower() == "bearer" else None
 
     async def _body(self, headers: Headers, receive: Any) -> bytes | tuple[int, str]:
-        """The body, or why there is none."""
+        """The body, or status and message of a refusal."""
         most = self._settings.max_body_bytes
         too_large = (413, f"the body must be at most {most} bytes")
         length = headers.get("content-length", "0")
@@ -123,7 +122,7 @@ class Guard:
         async def replay() -> Any:
             if messages:
                 return messages.pop()
-            return await asyncio.Event().wait()  # who goes away is seen below
+            return await asyncio.Event().wait()  # a disconnect is noticed below
 
         async def watched(message: Any) -> None:
             nonlocal began
@@ -165,9 +164,9 @@ def _is_ambiguous(scope: Any, headers: Headers) -> bool:
 
 
 def _is_from_here(headers: Headers) -> bool:
-    """Whether the server was asked by a name of this machine.
+    """Whether the ``Host`` of a request is a loopback address.
 
-    A page in a browser can give this machine a name of its own, but not take that out of ``Host``.
+    A page in a browser can resolve a name of its own to this machine, but ``Host`` then has that name.
     """
     host = headers.get("host", "localhost")
     return is_loopback(host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0])

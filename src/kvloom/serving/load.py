@@ -1,4 +1,4 @@
-"""Clients that ask a server all at once, and what they measure."""
+"""Load of concurrent clients on a server, and their measurements."""
 
 import asyncio
 import math
@@ -22,16 +22,16 @@ class Measured:
     """Measurements of clients.
 
     Attributes:
-        ended: Requests that were answered.
-        refused: Requests that the server had no place for.
-        errors: Of requests that failed.
-        prompt_tokens: As the server counts them.
-        found_tokens: Those of them that it found in its pages.
-        new_tokens: Of all answers.
+        ended: Number of requests that were answered.
+        refused: Number of requests for which the server had no place.
+        errors: Messages of requests that failed.
+        prompt_tokens: Number of prompt tokens, by the server's count.
+        found_tokens: Number of prompt tokens that the server found in its pages.
+        new_tokens: Number of new tokens of all answers.
         first_token: Seconds from each request to its first text.
         between_tokens: Seconds from each text to the next one of its answer.
-        seconds: From the first request to the last answer.
-        answers: Each answer with its log probabilities, if they are asked for.
+        seconds: Seconds from the first request to the last answer.
+        answers: Answers with their log probabilities, if requested, else ``None``.
     """
 
     ended: int = 0
@@ -64,7 +64,7 @@ class Measured:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds that 50, 90 and 99 of 100 are within; 0 of nothing."""
+    """The 50th, 90th and 99th percentile in milliseconds; 0 without values."""
     ordered = sorted(seconds) or [0.0]
     return {f"p{p}": 1000 * ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in (50, 90, 99)}
 
@@ -78,18 +78,18 @@ async def measure(
     *,
     keep_answers: bool = False,
 ) -> Measured:
-    """Ask a server for conversations, each of ``num_clients`` for one at a time.
+    """Send conversations to a server by ``num_clients`` clients, each with one conversation at a time.
 
     Args:
-        client: Of the server; it should not try again by itself.
-        model: Name.
-        conversations: In order of their ``seconds``.
-        num_clients: How many are asked for at a time.
+        client: Client of the server, without retries.
+        model: Name of the model.
+        conversations: Conversations in order of their ``seconds``.
+        num_clients: Number of concurrent clients.
         observe: Called after each request.
-        keep_answers: Whether log probabilities are asked for, and kept.
+        keep_answers: Whether log probabilities are requested, and answers are kept.
 
     Returns:
-        What was measured, of the requests that were answered.
+        Measurements of the requests that were answered.
     """
     measured = Measured(answers=[] if keep_answers else None)
     waiting, began = deque(conversations), time.perf_counter()
@@ -115,7 +115,7 @@ async def measure(
 async def _ask(
     client: openai.AsyncOpenAI, model: str, prompt: str, turn: Turn, measured: Measured
 ) -> str | None:
-    """The answer, or ``None`` if there is none."""
+    """Send one request; returns the text of the answer, or ``None`` if there is none."""
     times, text, usage = [time.perf_counter()], "", None
     answer = Answer(prompt, turn.new_tokens)
     try:

@@ -1,16 +1,16 @@
-"""The log of a server, which nobody can fill: what repeats is counted."""
+"""The log of a server, which clients cannot fill: repeated messages are counted."""
 
 import logging
 from typing import Final
 
 SECONDS: Final = 60.0
-"""For which a message of one place in the code is not repeated."""
+"""Time for which a message from one place in the code is not repeated."""
 
 
 class Counted(logging.Filter):
-    """Lets the first message of each place in the code through, and another every ``SECONDS``.
+    """Filter that passes the first message of each place in the code, and then one every ``SECONDS``.
 
-    It tells how many were left out in the meantime.
+    A message that passes has the number of messages that were left out before it.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Counted(logging.Filter):
         self._last: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """The same as ``logging.Filter.filter``; the time is the record's."""
+        """As ``logging.Filter.filter``, by the time of the record."""
         place = record.pathname, record.lineno
         shown, count = self._last.get(place, (-SECONDS, 0))
         if record.created - shown < SECONDS:
@@ -35,6 +35,6 @@ _COUNTED: Final = Counted()
 
 
 def count_repeats() -> None:
-    """Whatever requests can make uvicorn, asyncio and transformers log goes through one ``Counted``."""
+    """Add the filter to the loggers of uvicorn, asyncio and transformers that requests can trigger."""
     for name in ("uvicorn.error", "asyncio", "ContinuousBatchingLogger"):
         logging.getLogger(name).addFilter(_COUNTED)

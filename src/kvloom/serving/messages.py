@@ -1,4 +1,4 @@
-"""The messages and tools of a chat, read from JSON, and whether the model's chat template reads them, too."""
+"""Messages and tools of a chat, read from JSON, and a check that the model's chat template uses them."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,10 @@ from kvloom.serving.tools import tools_of
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _OPTIONS: Final = ("enable_thinking",)
 
-# Fields of one role, which may be left to the template.
+# Fields that only messages of one role may have.
 _ROLES: Final = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
 
-# Names under which transformers hands a template what an assistant thought.
+# Names under which transformers passes an assistant's reasoning to a template.
 _REASONING: Final = (
     "reasoning_content",
     *getattr(chat_template_utils, "_REASONING_FIELDS", ()),
@@ -30,14 +30,14 @@ _REASONING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The arguments of a request for a chat template.
+    """Arguments of a request for a chat template.
 
     Attributes:
-        messages: With the fields that were given; the content of each is one text, or parts for a model that
-            sees, and the arguments of its tool calls are objects.
-        tools: ``None`` for none.
+        messages: Messages with the given fields. The content is one text, or parts for a model with vision;
+            arguments of tool calls are objects.
+        tools: Tools, or ``None``.
         options: Variables of the template.
-        pictures: Of all messages, in their order.
+        pictures: Pictures of all messages, in order.
     """
 
     messages: list[dict[str, Any]]
@@ -50,11 +50,11 @@ class Chat:
         """Read a request.
 
         Args:
-            body: JSON.
+            body: JSON object of the request.
             sees: Whether the model takes pictures.
 
         Raises:
-            ArgumentError: a field is missing, unknown, or has no such value.
+            ArgumentError: a field is missing, unknown, or has an invalid value.
         """
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
@@ -79,14 +79,14 @@ class Chat:
         )
 
     def text(self, tokenizer: Any, add_generation_prompt: bool = True) -> str:
-        """What the tokenizer's chat template makes of the chat.
+        """The text of the chat by the tokenizer's chat template.
 
         Args:
-            tokenizer: With a template.
-            add_generation_prompt: Whether an answer is to follow.
+            tokenizer: Tokenizer with a template.
+            add_generation_prompt: Whether an answer follows.
 
         Raises:
-            ArgumentError: there is no template, or it does not take or leaves out what was asked.
+            ArgumentError: there is no template, or it raises, or it ignores a part of the request.
         """
         if tokenizer.chat_template is None:
             raise ArgumentError(
@@ -110,10 +110,10 @@ class Chat:
         return str(text)
 
     def expect_read(self, tokenizer: Any) -> None:
-        """Raise ArgumentError if the tokenizer's chat template leaves out what was asked.
+        """Raise ArgumentError if the tokenizer's chat template ignores a part of the request.
 
-        An assistant's message is what the model said: whether its reasoning, and its text beside tool calls,
-        come back to the model is left to the template. Whatever a template raises is raised, too.
+        The template may ignore the reasoning of an assistant's message, and its text beside tool calls.
+        Errors of the template are raised unchanged.
         """
         template = tokenizer.get_chat_template(tools=self.tools)
         variables = _variables(template)
@@ -140,7 +140,7 @@ class Chat:
 
 
 class _Seen(dict[str, Any]):
-    """A message that knows which of its fields were read."""
+    """A message that records which of its fields are read."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         aliases = dict.fromkeys(_REASONING, fields["reasoning_content"]) if _REASONING[0] in fields else {}
@@ -186,12 +186,12 @@ def _compiled(template: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _variables(template: str) -> set[str]:
-    """Variables that a template reads and does not set by itself."""
+    """Names of variables that a template reads and does not set itself."""
     return set(jinja2.meta.find_undeclared_variables(_compiled(template).environment.parse(template)))
 
 
 def _message(name: str, message: Any, pictures: list[Picture] | None) -> dict[str, Any]:
-    """A message for a template; ``pictures`` gets those of a model that sees, and is ``None`` for another."""
+    """A message for a template; its pictures are added to ``pictures``, ``None`` without vision."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ArgumentError(f"{name} must be an object with a role, got {shown(message)}")
     given = {field: value for field, value in message.items() if value not in (None, [])}
@@ -235,7 +235,7 @@ def _content(name: str, content: Any, pictures: list[Picture] | None) -> str | l
 
 
 def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls, with arguments as the objects that templates go through."""
+    """Tool calls with arguments as objects, which templates iterate over."""
     if not isinstance(calls, list):
         raise ArgumentError(f"{name} must be a list, got {shown(calls)}")
     made = []

@@ -30,7 +30,7 @@ _GAUGES: Final = (
     ("kvloom_packed_bytes", "Of packed weights, beside or instead of the others.", "packed_bytes"),
     ("kvloom_batch_invariant", "1 if company changes no bit of an answer.", "batch_invariant"),
 )
-"""Names, texts, and fields of the report; ``session.`` and ``store.`` are before those of these."""
+"""Names, help texts, and fields of the report, or of the session or store if prefixed with their name."""
 
 _COUNTERS: Final = (
     ("kvloom_prompt_tokens", "Tokens of prompts that were looked up.", "tokens_asked"),
@@ -45,14 +45,14 @@ _COUNTERS: Final = (
     ("kvloom_session_restarts", "How often the session died and began anew.", "session.num_restarts"),
     ("kvloom_finished_requests", "Requests that ended in any way.", "finished"),
 )
-"""As the gauges."""
+"""The same for counters."""
 
 
 class Metrics:
-    """Counts of one server; those of a model have its name as the label ``model``.
+    """Metrics of one server; those of a model have its name as the label ``model``.
 
     Args:
-        models: Its models.
+        models: Models of the server.
     """
 
     def __init__(self, models: Sequence[Model]) -> None:
@@ -74,7 +74,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def counted(self, app: Any) -> Any:
-        """An ASGI application whose responses are counted."""
+        """ASGI application that counts the responses of ``app``."""
 
         async def counting(scope: Any, receive: Any, send: Any) -> None:
             async def counted_send(message: Any) -> None:
@@ -88,13 +88,13 @@ class Metrics:
 
 
 class _SessionCollector(Collector):
-    """Counts of sessions, read when Prometheus asks."""
+    """Collector of the counts of sessions, read at each scrape."""
 
     def __init__(self, models: Sequence[Model]) -> None:
         self._models = models
 
     def collect(self) -> Iterator[Any]:
-        """All metrics, each of all models."""
+        """All metrics, each for all models."""
         reports = [(model.name, model.session.report(), model.session) for model in self._models]
         for name, help, states in _BY_STATE:
             by_state = GaugeMetricFamily(name, help, labels=["model", "state"])
@@ -111,7 +111,7 @@ class _SessionCollector(Collector):
 
 
 def _value(report: BatchReport, session: Session, field: str) -> float:
-    """The number of a field, 0 where there is no store."""
+    """Value of a field; 0 for a field of a missing store."""
     owner, _, name = field.rpartition(".")
     if owner == "store":
         return float(report.store.get(name, 0))

@@ -1,4 +1,4 @@
-"""The models of a server, and which of them a request asks."""
+"""Models of a server, and the choice of the model that a request names."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
@@ -13,16 +13,16 @@ from kvloom.serving.bodies import read_object
 from kvloom.serving.session import Place, Session
 
 Answer = Callable[[Request], Awaitable[Any]]
-"""Answers a request; raises KVError for what it asks wrongly."""
+"""Function that answers a request; raises KVError if the request is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served.
+    """A model of a server.
 
     Attributes:
-        names: By which requests ask it, the first of which is given out.
-        session: That answers.
+        names: Names that requests may use; responses have the first one.
+        session: Session that answers.
     """
 
     names: tuple[str, ...]
@@ -30,16 +30,16 @@ class Model:
 
     @property
     def name(self) -> str:
-        """That is given out."""
+        """Name in responses."""
         return self.names[0]
 
 
 def chosen(name: object, models: Sequence[Model]) -> Model:
-    """The model of a name; with one model, no name is needed.
+    """The model with a name; ``None`` is allowed if there is only one model.
 
     Raises:
-        ArgumentError: there are several, and no name is said.
-        Refused: none has the name.
+        ArgumentError: there are several models, and no name is given.
+        Refused: no model has the name.
     """
     if name is None and len(models) == 1:
         return models[0]
@@ -53,11 +53,11 @@ def chosen(name: object, models: Sequence[Model]) -> Model:
 
 
 def answer_of(models: Sequence[Model], make: Callable[[Session, tuple[str, ...]], Answer]) -> Answer:
-    """The endpoint of all models: it reads which one a request names, and that one answers.
+    """The endpoint of all models, which passes a request to the model that it names.
 
     Args:
-        models: At least one.
-        make: The endpoint of one, by its session and its names.
+        models: At least one model.
+        make: Function that makes the endpoint of one model, from its session and names.
     """
     answers = {x.name: make(x.session, x.names) for x in models}
     if len(models) == 1:
@@ -66,7 +66,7 @@ def answer_of(models: Sequence[Model], make: Callable[[Session, tuple[str, ...]]
 
     async def answer(request: Request) -> Any:
         data = await request.body()
-        # Whoever waits to be read has a place, where there is one, as those have who are answered.
+        # A request that waits to be read takes a place, like those that are answered.
         with closing(Place(min((x.session for x in models), key=lambda x: (not x.alive, x.num_taken)))):
             async with prompts.turn(len(data)) as read:
                 body = await read(read_object, data)

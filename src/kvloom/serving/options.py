@@ -1,4 +1,4 @@
-"""The options of ``kvloom serve``."""
+"""Options of ``kvloom serve``."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from kvloom.paging import POLICIES
 from kvloom.serving.settings import KEYS_VARIABLE, PICTURE_TOKENS, Settings
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
-"""Of weights and of what is computed: that of the file, or another one."""
+"""Dtypes of weights and of the computation; ``"auto"`` is that of the file."""
 
 LIMITS: Final = {
     "max_tokens": "new tokens of an answer",
@@ -23,11 +23,11 @@ LIMITS: Final = {
     "session_share": "of all pages, what sessions of agents may hold, each key as much as another",
     "session_seconds": "after which a session of an agent that is not used is forgotten",
 }
-"""Fields of ``Settings`` that limit requests, each an option of that name, and what it says."""
+"""Fields of ``Settings`` that limit requests, each an option of that name, with their help texts."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add all of them."""
+    """Add all options."""
     parser.add_argument(
         "model", nargs="?", type=Path, metavar="MODEL", help="local Hugging Face causal model folder"
     )

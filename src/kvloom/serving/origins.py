@@ -1,4 +1,4 @@
-"""Which pages in a browser may ask a server, by the origin from which the browser has them."""
+"""Checks of the origin of a request from a browser."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 
 def may_ask(scope: Any, allowed: Sequence[str]) -> bool:
-    """Whether a request is of no page in a browser, of one of this server, or of an ``allowed`` origin.
+    """Whether a request comes from no web page, from a page of this server, or from an ``allowed`` origin.
 
-    A page of another port of this machine has another origin. Browsers tell the origin in ``Origin``, and
-    where they leave that out, in ``Sec-Fetch-Site`` whether it is the server's.
+    A page of another port of this machine has another origin. Browsers send the origin in ``Origin``. If they
+    leave it out, ``Sec-Fetch-Site`` tells whether it is the server's.
 
     Args:
-        scope: Of ASGI.
-        allowed: Origins.
+        scope: ASGI scope.
+        allowed: Allowed origins.
     """
     headers = Headers(scope=scope)
     origins = headers.getlist("origin")
@@ -28,9 +28,9 @@ def may_ask(scope: Any, allowed: Sequence[str]) -> bool:
 
 
 def readable(app: Any, allowed: Sequence[str]) -> Any:
-    """An ASGI application whose answers pages of ``allowed`` origins can read; for all others it is ``app``.
+    """ASGI application whose responses pages of ``allowed`` origins can read (CORS); else as ``app``.
 
-    Their browser asks without a key, before anything else, whether it may, and has an answer.
+    It also answers the preflight requests of their browsers, which have no key.
     """
     if not allowed:
         return app

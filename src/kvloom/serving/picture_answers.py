@@ -1,4 +1,4 @@
-"""An answer to a chat with pictures: ``generate`` with a cache of a pool, and whether a model can do so."""
+"""Answers to chats with pictures by ``generate`` with a pool, and a check that a model supports it."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 from kvloom.serving.vision import PicturePrompt
 
 PAGE_SIZE: Final = 1
-"""So that a picture, which is found as a whole, is found whatever stands behind it."""
+"""One token in a page, so that a picture, which is found as a whole, need not end at a page's end."""
 
 _CONTENT: Final = "pictures"
-"""Of all caches: what stands behind placeholders is told by the numbers in their place."""
+"""Content of all caches, since ``PicturePrompt.known_as`` identifies the pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What is known of an answer, with the names of transformers' sessions."""
+    """State of an answer, with the names of transformers' sessions."""
 
     request_id: str
     generated_tokens: list[int]
@@ -34,23 +34,23 @@ class Output:
     is_last: bool = False
 
     def is_finished(self) -> bool:
-        """Whether no token comes behind these."""
+        """Whether no more tokens follow."""
         return self.is_last
 
 
 @dataclass(slots=True)
 class Job:
-    """An answer that is to be computed.
+    """An answer to be computed.
 
     Attributes:
-        request_id: Its name.
-        prompt: What it answers.
-        salt: Only answers of one salt share pages.
-        max_tokens: New tokens, at most.
-        ends: Tokens behind which it ends.
-        choice: How its tokens are chosen.
-        tokens: Those that it has.
-        is_cancelled: Whether nobody waits for more.
+        request_id: Its id.
+        prompt: The prompt.
+        salt: Only answers with the same salt share pages.
+        max_tokens: Largest number of new tokens.
+        ends: Tokens that end it.
+        choice: Sampling parameters.
+        tokens: Tokens so far.
+        is_cancelled: Whether it was cancelled.
     """
 
     request_id: str
@@ -68,9 +68,9 @@ def answer(model: Any, pool: KVPool, job: Job, deliver: Callable[[Output], None]
 
     Args:
         model: A copy that ``twin_of`` made.
-        pool: Of the model.
-        job: What is asked; it gets its tokens.
-        deliver: Called behind each token.
+        pool: Pool of the model.
+        job: The answer, to which tokens are added.
+        deliver: Called after each token.
     """
     cache = _begun(pool, job.prompt, job.salt)
     job.choice.num_found = int(cache.get_seq_length())
@@ -88,12 +88,12 @@ def answer(model: Any, pool: KVPool, job: Job, deliver: Callable[[Output], None]
 def twin_of(model: Any) -> Any:
     """A copy of a model with the same parameters, and with attention and a configuration of its own."""
     twin = copy.deepcopy(model, {id(x): x for x in model.parameters()})
-    twin.generation_config = GenerationConfig()  # each request says all that it wants
+    twin.generation_config = GenerationConfig()  # each request has its own parameters
     return twin
 
 
 def _begun(pool: KVPool, prompt: PicturePrompt, salt: str) -> Any:
-    """A cache that holds all pictures of a prompt, or none and no token behind the first."""
+    """A cache that holds all pictures of a prompt, or only tokens before the first picture."""
     ids = torch.tensor([prompt.known_as])
     cache = pool.begin(ids, salt, _CONTENT)
     if prompt.first < cache.get_seq_length() <= prompt.last:
@@ -102,10 +102,10 @@ def _begun(pool: KVPool, prompt: PicturePrompt, salt: str) -> Any:
 
 
 def _generated(model: Any, prompt: PicturePrompt, cache: Any, **options: Any) -> Any:
-    """What ``generate`` returns, for a cache that ``_begun`` made or an empty one."""
+    """Result of ``generate`` with a cache that ``_begun`` made, or with an empty one."""
     for module in model.modules():
         if getattr(module, "rope_deltas", None) is not None:
-            module.rope_deltas = None  # of another text, by which generate would count on behind a prefix
+            module.rope_deltas = None  # of another text; it would change positions after a prefix
     ids = torch.tensor([prompt.tokens], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE_ARGUMENT: cache}
     for name, value in prompt.inputs_behind(int(cache.get_seq_length())).items():
@@ -118,13 +118,13 @@ def _generated(model: Any, prompt: PicturePrompt, cache: Any, **options: Any) ->
 
 
 class _Choosing(LogitsProcessor):  # type: ignore[misc]
-    """Makes the token that is chosen the likeliest one, as in a session."""
+    """Processor that gives the chosen token the largest logit, as in a session."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``input_ids`` are ``[1, T]``, ``scores`` ``[1, V]``."""
+        """The changed ``scores`` ``[1, V]`` after ``input_ids`` ``[1, T]``."""
         choice = self._job.choice
         if not choice.is_plain:
             token = choice.choose(scores[0], self._job.prompt.tokens, input_ids.shape[1])
@@ -134,13 +134,13 @@ class _Choosing(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Steps(StoppingCriteria):  # type: ignore[misc]
-    """Tells each new token, and ends behind the last one."""
+    """Stopping criterion that delivers each new token, and stops after the last one."""
 
     def __init__(self, job: Job, deliver: Callable[[Output], None]) -> None:
         self._job, self._deliver = job, deliver
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """``input_ids`` are ``[1, T]``."""
+        """``[1]`` bool, whether to stop after ``input_ids`` ``[1, T]``."""
         job = self._job
         job.tokens.append(int(input_ids[0, -1]))
         is_last = job.tokens[-1] in job.ends or len(job.tokens) == job.max_tokens
@@ -149,17 +149,17 @@ class _Steps(StoppingCriteria):  # type: ignore[misc]
 
 
 def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache: Any) -> None:
-    """Raise unless a model has behind prefixes that were found the logits that it has without.
+    """Raise unless a model has the same logits after found prefixes as without.
 
     Distances are those of ``batching.self_check``; allowed is the root of the dtype's epsilon.
 
     Args:
         model: A copy that ``twin_of`` made.
-        prompts: Two with one picture each, and the same texts around them.
-        empty_cache: A stock cache for the model.
+        prompts: Two prompts with one picture each, and the same texts around them.
+        empty_cache: An empty cache of transformers for the model.
 
     Raises:
-        UnsupportedError: they differ, or nothing is found.
+        UnsupportedError: logits differ, or no prefix is found.
     """
     num_tokens = sum(len(prompt.tokens) + 1 for prompt in (*prompts, *prompts))
     with KVPool.for_model(model, page_size=PAGE_SIZE, max_tokens=num_tokens) as pool:
@@ -188,7 +188,7 @@ def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache
         ("behind a text that was found", behind, alone),
     ):
         measured = distance_of([found[None]], [expected[None]])
-        if not measured <= allowed:  # nor if it is NaN
+        if not measured <= allowed:  # also true if it is NaN
             raise UnsupportedError(
                 f"logits {name} must be those without, got ones that differ by {measured:.1e} of their norm, "
                 f"where {allowed:.1e} is allowed"
@@ -196,7 +196,7 @@ def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache
 
 
 def _logits(model: Any, prompt: PicturePrompt, cache: Any) -> Tensor:
-    """``[V]`` behind a prompt."""
+    """Logits ``[V]`` after a prompt."""
     made = _generated(
         model, prompt, cache, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
     )

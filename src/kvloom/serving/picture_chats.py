@@ -1,7 +1,7 @@
 """Chats with pictures beside a session: their answers are computed one at a time, in a thread.
 
-Sessions of transformers take tokens alone. These answers come from ``generate`` with a pool, on a copy of the
-session's model that shares its weights, as the configuration of the model itself has the session's attention.
+Sessions of transformers take only tokens. These answers come from ``generate`` with a pool, on a copy of the
+session's model. The copy shares the weights, and has another attention than the session's.
 """
 
 import asyncio
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("kvloom")
 
 _TRIED_WORDS: Final = "one two three"
-"""Before and behind the pictures with which a model is tried."""
+"""Words before and after the pictures with which a model is tried."""
 
 
 class PictureChats:
-    """Computes answers to chats with pictures, in the order in which they were asked.
+    """Queue of answers to chats with pictures, computed in the order of their requests.
 
     Args:
-        model: Of the session that answers chats without pictures, before it began.
-        tokenizer: The model's.
-        processor: The same.
-        num_tokens: That are kept at a time.
-        kv: As of ``KVPool.for_model``.
+        model: Model of the session, before the session begins.
+        tokenizer: Tokenizer of the model.
+        processor: Processor of the model.
+        num_tokens: Largest number of tokens in the pool.
+        kv: As in ``KVPool.for_model``.
         policy: The same.
-        options: Others that ``enable`` has, too.
+        options: Other arguments of both ``KVPool.for_model`` and ``enable``.
 
     Raises:
-        Exception: what a model raises that does not see, or whose prefixes with pictures cannot be found.
+        Exception: any error of a model without vision, or whose prefixes with pictures cannot be found.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class PictureChats:
         self.vision = Vision(model, processor, tokenizer)
         longest = getattr(text_config_of(model), "max_position_embeddings", None)
         self.room = min(num_tokens, longest or num_tokens)
-        """Tokens of a prompt and its answer, at most."""
+        """Largest number of tokens of a prompt and its answer."""
         self._model = twin_of(model)
         options["page_size"] = PAGE_SIZE
         enable(self._model, kv, **options)
         self._try(tokenizer)
         self.pool = KVPool.for_model(self._model, kv, max_tokens=num_tokens, policy=policy, **options)
         cache = self.pool.begin(torch.zeros(1, 1, dtype=torch.int64), content="none")
-        with torch.no_grad():  # pages are taken now, so that the session's leave room for them
+        with torch.no_grad():  # allocates the pages now, before the session takes the free memory
             self._model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), **{CACHE_ARGUMENT: cache})
         self._readers: Mapping[str, Answers] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,11 +85,11 @@ class PictureChats:
         expect_same_logits(self._model, prompts, DynamicCache(config=text_config_of(self._model)))
 
     def start(self, readers: Mapping[str, "Answers"]) -> None:
-        """Begin, in the event loop in which answers are read, by those who have their names."""
+        """Start in the event loop of ``readers``, which read answers by their ids."""
         self._readers, self._loop = readers, asyncio.get_running_loop()
 
     def close(self) -> None:
-        """Compute nothing any more; returns when the thread has ended."""
+        """Cancel all answers; returns when the thread has ended."""
         for request_id in [*self._jobs]:
             self.cancel(request_id)
         self._thread.shutdown()
@@ -97,20 +97,20 @@ class PictureChats:
 
     @property
     def num_taken(self) -> int:
-        """Answers that are computed or wait."""
+        """Number of answers that are computed or wait."""
         return len(self._jobs)
 
     def of(self, prompt: PicturePrompt) -> "Asked":
-        """What takes requests for answers to a prompt, in the place of a session's manager."""
+        """Replacement of a session's manager, for answers to one prompt."""
         return Asked(self, prompt)
 
     def add(self, job: Job) -> None:
-        """Compute an answer when those before it have ended."""
+        """Add an answer, which is computed after those before it."""
         self._jobs[job.request_id] = job
         self._thread.submit(self._compute, job)
 
     def cancel(self, request_id: str) -> None:
-        """Compute no token of an answer behind the one that is being computed."""
+        """Stop an answer after the token that is being computed."""
         job = self._jobs.get(request_id)
         if job is not None:
             job.is_cancelled = True
@@ -119,7 +119,7 @@ class PictureChats:
         try:
             if not job.is_cancelled:
                 answer(self._model, self.pool, job, self._tell)
-        except Exception as error:  # of this chat alone
+        except Exception as error:  # fails this chat alone
             _LOG.warning("an answer to a chat with pictures failed: %s", summary_of(error))
             self._tell(Output(job.request_id, [*job.tokens], summary_of(error), is_last=True))
         finally:
@@ -136,7 +136,7 @@ class PictureChats:
 
 
 def picture_chats(*args: Any, **options: Any) -> PictureChats | None:
-    """A ``PictureChats`` with these arguments; ``None`` where there can be none, which a warning says."""
+    """A ``PictureChats`` with these arguments; ``None``, with a warning, if the model does not support it."""
     try:
         return PictureChats(*args, **options)
     except Exception as error:  # whatever a folder's processor, template and model raise
@@ -145,11 +145,11 @@ def picture_chats(*args: Any, **options: Any) -> PictureChats | None:
 
 
 class Asked:
-    """Takes requests for answers to one prompt, as a manager of a session does.
+    """Replacement of a session's manager, which takes requests for answers to one prompt.
 
     Args:
-        chats: That compute them.
-        prompt: With pictures.
+        chats: Queue that computes the answers.
+        prompt: Prompt with pictures.
     """
 
     def __init__(self, chats: PictureChats, prompt: PicturePrompt) -> None:
@@ -167,11 +167,11 @@ class Asked:
         choice: Choice,
         agent_turn: None = None,
     ) -> str:
-        """Ask for one answer; tokens are those of the prompt, and each is told."""
+        """Request one answer; ``tokens`` and ``streaming`` are ignored: each token of it is delivered."""
         ends = frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
         self._chats.add(Job(request_id, self._prompt, cache_salt, max_new_tokens, ends, choice))
         return request_id
 
     def cancel_request(self, request_id: str) -> None:
-        """As of ``PictureChats.cancel``."""
+        """Cancel an answer, as ``PictureChats.cancel``."""
         self._chats.cancel(request_id)

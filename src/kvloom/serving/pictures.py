@@ -1,4 +1,4 @@
-"""Pictures of a chat: data URLs in a request, and what they decode to within limits."""
+"""Pictures of a chat: reading data URLs of a request, and decoding them within limits."""
 
 import base64
 import io
@@ -11,10 +11,10 @@ from kvloom.integrations.transformers import summary_of
 from kvloom.serving.fields import shown
 
 MOST_PICTURES: Final = 16
-"""In one chat."""
+"""Largest number of pictures in a chat."""
 
 MOST_PIXELS: Final = 1 << 25
-"""Of all pictures of a chat together: 96 MiB when they are decoded."""
+"""Largest number of pixels of all pictures of a chat together, 96 MiB when decoded."""
 
 _FORMATS: Final = ("PNG", "JPEG", "WEBP")
 _TYPES: Final = ("image/png", "image/jpeg", "image/jpg", "image/webp")
@@ -26,8 +26,8 @@ class Picture:
     """A picture of a request.
 
     Attributes:
-        name: Of its field.
-        data: In base64.
+        name: Name of its field.
+        data: Its bytes in base64.
     """
 
     name: str
@@ -38,11 +38,11 @@ def picture_of(name: str, part: dict[str, Any]) -> Picture:
     """The picture of a part of a message; nothing is decoded.
 
     Args:
-        name: Of the part.
-        part: Of type ``image_url``.
+        name: Name of the part.
+        part: Part of type ``image_url``.
 
     Raises:
-        ArgumentError: it has another field, or its URL is no ``data:`` URL of a PNG, JPEG or WebP.
+        ArgumentError: the part has another field, or its URL is no ``data:`` URL of a PNG, JPEG or WebP.
     """
     name, given = f"{name}.image_url", part.get("image_url")
     if part.keys() != {"type", "image_url"} or not isinstance(given, dict):
@@ -64,14 +64,14 @@ def picture_of(name: str, part: dict[str, Any]) -> Picture:
 
 
 def decoded(pictures: Sequence[Picture]) -> list[Any]:
-    """Images of Pillow, in RGB, turned as their EXIF data says.
+    """Decoded images of Pillow in RGB, rotated by their EXIF orientation.
 
     Args:
-        pictures: Of one chat.
+        pictures: Pictures of one chat.
 
     Raises:
-        ArgumentError: there are too many, they have too many pixels, which is known before they are decoded,
-            or one of them is broken, animated, or of another format.
+        ArgumentError: there are too many pictures or pixels, which is checked before decoding, or a picture
+            is broken, animated, or of another format.
     """
     from PIL import Image, ImageOps
 

@@ -1,4 +1,4 @@
-"""Prompts to tokens: in threads, none that cannot fit, and no small one waits for large ones."""
+"""Tokenizing prompts in threads: those that cannot fit are refused, and small ones never wait for large."""
 
 import asyncio
 import json
@@ -15,21 +15,21 @@ from transformers import PreTrainedTokenizerFast
 from kvloom.errors import ArgumentError
 
 _SMALL: Final = 64 << 10
-"""Bytes of a request up to which it takes milliseconds to read."""
+"""Largest number of bytes of a small request, which takes milliseconds to read."""
 _SMALL_THREADS: Final = 2
 
 _NFC: Final = 4
-"""NFC makes at most so many bytes one."""
+"""Largest factor by which NFC makes a text shorter, in bytes."""
 
 
 class Prompts:
-    """Makes tokens of what requests ask, outside the event loop.
+    """Tokenizer of prompts outside the event loop.
 
-    Large requests are read one after the other, in a thread of their own, so that they take neither the time
-    nor the memory of small ones.
+    Large requests are read one after the other, in their own thread, so that they do not delay small ones,
+    and only one of them takes memory.
 
     Args:
-        tokenizer: A fast one, which threads may share.
+        tokenizer: A fast tokenizer, which threads may share.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -45,14 +45,14 @@ class Prompts:
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        """While a request is read; a large one waits for the one before it, as bytes alone.
+        """Context for reading a request; a large one first waits for the one before it, as bytes.
 
         Args:
-            num_bytes: Of the request.
+            num_bytes: Number of bytes of the request.
 
         Yields:
-            What computes ``call(*args)`` in a thread; who waits for it and is cancelled does not keep others
-            waiting.
+            Function that computes ``call(*args)`` in a thread. Cancelling the wait for it does not block
+            other requests.
         """
         is_large = num_bytes > _SMALL
         threads = self._large if is_large else self._small
@@ -63,12 +63,12 @@ class Prompts:
         """The tokens of a text.
 
         Args:
-            text: Of a prompt.
-            room: Tokens of a prompt and its answer.
-            add_special_tokens: As of the tokenizer.
+            text: Text of a prompt.
+            room: Largest number of tokens of a prompt and its answer.
+            add_special_tokens: As in the tokenizer.
 
         Raises:
-            ArgumentError: there are so many that a new token has no room.
+            ArgumentError: there are too many tokens for one more to fit.
         """
         if self._bytes_per_token is not None:
             expect_room(room, -(-len(text.encode()) // self._bytes_per_token), "at least ")
@@ -77,7 +77,7 @@ class Prompts:
     def _encoded(self, text: str, room: int, add_special_tokens: bool) -> list[int]:
         if not self._is_plain:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
-        # What the tokenizer itself does, without offsets, masks and types, which hold up all threads.
+        # As in the tokenizer, but without offsets, masks and types, which block all threads.
         encoding = self._tokenizer.backend_tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0]
@@ -85,13 +85,13 @@ class Prompts:
         return list(encoding.ids)
 
     def close(self) -> None:
-        """Read nothing any more."""
+        """Stop the threads."""
         for threads in (self._small, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _started(count: int, name: str) -> ThreadPoolExecutor:
-    """Threads that have begun: where memory is short, none may begin when a request comes."""
+    """Pool whose threads have started, since a thread may not start later when memory is short."""
     threads, all_here = ThreadPoolExecutor(count, name), Barrier(count + 1)
     for _ in range(count):
         threads.submit(all_here.wait)
@@ -106,13 +106,13 @@ def expect_room(room: int, num_tokens: int, about: str = "") -> None:
 
 
 def most_bytes_per_token(tokenizer: Any) -> int | None:
-    """Bytes of a text for which there is certainly a token; ``None`` where a token may stand for any number.
+    """Largest number of bytes of a text that one token covers; ``None`` if there is no known bound.
 
-    Known are tokenizers of byte pairs that take nothing out of a text: byte-level ones, and those that write
-    spaces as another letter and fall back to bytes.
+    Bounds are known for byte pair tokenizers that remove nothing from a text: byte-level ones, and those that
+    replace spaces by another letter and fall back to bytes.
 
     Args:
-        tokenizer: A fast one.
+        tokenizer: A fast tokenizer.
     """
     backend = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder().values()
@@ -138,7 +138,7 @@ def most_bytes_per_token(tokenizer: Any) -> int | None:
 
 
 def _steps(step: Any, name: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer."""
+    """Steps of a normalizer or a pre-tokenizer."""
     if step is not None:
         state = json.loads(step.__getstate__())
         yield from _flat(state, name)
@@ -152,7 +152,7 @@ def _flat(state: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer takes nothing out of a text."""
+    """Whether a pre-tokenizer removes nothing from a text."""
     if step["type"] == "Split":
         return bool(step["behavior"] != "Removed")
     return step["type"] in ("ByteLevel", "Digits", "Metaspace")

@@ -1,4 +1,4 @@
-"""What the text of an answer is made of: text, reasoning and tool calls, as pieces of it come."""
+"""Readers that split the text of an answer into text, reasoning and tool calls, piece by piece."""
 
 from typing import Any, Protocol
 
@@ -8,23 +8,23 @@ __all__ = ["ParsedText", "PlainText", "Reader", "ReasoningText", "ToolCall"]
 
 
 class Reader(Protocol):
-    """Reads one answer.
+    """Reader of one answer.
 
     Attributes:
-        keeps_special: Whether special tokens must be in the text.
+        keeps_special: Whether the text must have special tokens.
     """
 
     keeps_special: bool
 
     def feed(self, text: str) -> list[Any]:
-        """What a piece brings: texts, ``ReasoningText`` and ``ToolCall``."""
+        """Items of the next piece: texts, ``ReasoningText`` and ``ToolCall``."""
 
     def end(self) -> list[Any]:
-        """What the end of an answer brings."""
+        """Items at the end of the answer."""
 
 
 class PlainText:
-    """Text alone.
+    """Reader that returns the text unchanged.
 
     Args:
         before: Text before the answer.
@@ -36,17 +36,17 @@ class PlainText:
         self._before = before
 
     def feed(self, text: str) -> list[Any]:
-        """As of ``Reader``."""
+        """Return the text, and before it the given text."""
         before, self._before = self._before, ""
         return [x for x in (before, text) if x]
 
     def end(self) -> list[Any]:
-        """As of ``Reader``."""
+        """No more items."""
         return []
 
 
 class ParsedText:
-    """What a parser of transformers finds, by the model's response template.
+    """Reader by a parser of transformers, which follows the model's response template.
 
     Args:
         parser: The parser.
@@ -59,12 +59,12 @@ class ParsedText:
         self._first = response_events_to_chunks(parser.initial_events)
 
     def feed(self, text: str) -> list[Any]:
-        """As of ``Reader``."""
+        """Items that the parser finds in the next piece."""
         first, self._first = self._first, []
         return [*first, *(response_events_to_chunks(self._parser.feed(text)) if text else [])]
 
     def end(self) -> list[Any]:
-        """As of ``Reader``."""
+        """Items that the parser finds at the end."""
         try:
             items: list[Any] = response_events_to_chunks(self._parser.finalize()[1])
         except (ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Bodies of answers, as OpenAI's clients read them."""
+"""Bodies of responses, as in OpenAI's API."""
 
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,18 +22,18 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
 
 
 def error_reply(status: int, message: str, code: str | None = None) -> JSONResponse:
-    """An error as a whole answer."""
+    """Response with an error."""
     later = {"Retry-After": "1"} if status == 429 else None
     return JSONResponse(error_body(status, message, code), status, later)
 
 
 class EventStream:
-    """An answer of server-sent events, whose source is closed whatever ends it.
+    """Response of server-sent events, whose source is always closed at the end.
 
     Args:
-        events: JSON objects; one with a ``type`` has that as the name of the event, too.
-        close: What closes their source, which a generator that never began does not.
-        end: What is sent after them.
+        events: JSON objects; a ``type`` is also the name of the event.
+        close: Function that closes their source; needed since a generator that never began does not.
+        end: Bytes that are sent after them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EventStream:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Counts of tokens, and what became of the session of an agent."""
+    """``usage`` of a response: counts of tokens, and the state of an agent's session."""
     return {
         "prompt_tokens": answers.num_asked,
         "completion_tokens": answers.num_new,
@@ -71,7 +71,7 @@ def usage(answers: Answers) -> dict[str, Any]:
 
 
 def restored(turn: AgentTurn | None) -> dict[str, Any]:
-    """What ``usage`` says of the session of an agent: whether all of it was restored, and why not."""
+    """The part of ``usage`` on an agent's session: whether all of it was restored, and why not."""
     if turn is None:
         return {}
     kept = turn.num_kept or 0

@@ -1,4 +1,4 @@
-"""The output of a response: messages, reasoning and calls, and the events by which a client builds them."""
+"""Output items of a response (messages, reasoning and calls), and the events by which clients build them."""
 
 import uuid
 from typing import Any
@@ -12,10 +12,10 @@ _TEXTS = {
 
 
 class Output:
-    """Builds the output of one response.
+    """Builder of the output of one response.
 
     Attributes:
-        items: As far as they have come.
+        items: Items so far.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Output:
 
     @property
     def kind(self) -> str:
-        """Of the item that is being built; empty between two."""
+        """Kind of the item that is being built; empty between items."""
         return str(self.items[-1]["type"]) if self._is_open else ""
 
     def add(self, item: Any) -> list[dict[str, Any]]:
-        """Take a text, ``ReasoningText`` or ``ToolCall``; returns the events that it brings."""
+        """Add a text, ``ReasoningText`` or ``ToolCall``; returns its events."""
         if isinstance(item, ToolCall):
             return [*self.close(), *self._call(item)]
         kind = "reasoning" if isinstance(item, ReasoningText) else "message"
@@ -38,12 +38,12 @@ class Output:
         return [*events, self._event(f"{_TEXTS[kind][2]}.delta", content_index=0, delta=str(item), **extra)]
 
     def end(self, is_whole: bool) -> list[dict[str, Any]]:
-        """End the output, in which there is at least a message; whether it was not cut."""
+        """End the output, which gets a message if it is empty; ``is_whole`` is false if it was cut."""
         events = [] if self.items else self._open("message")
         return [*events, *self.close("completed" if is_whole else "incomplete")]
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Events that end the item that is being built, if one is."""
+        """End the item that is being built, if any; returns its events."""
         if not self._is_open:
             return []
         self._is_open, item = False, self.items[-1]
@@ -99,7 +99,7 @@ class Output:
         }
 
     def _whole(self, kind: str) -> dict[str, Any]:
-        """An event with the item as it is now."""
+        """An event with the present item."""
         item = self.items[-1]
         content = {"content": [dict(part) for part in item["content"]]} if "content" in item else {}
         return {"type": kind, "output_index": len(self.items) - 1, "item": {**item, **content}}

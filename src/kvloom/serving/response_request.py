@@ -1,4 +1,4 @@
-"""A request of ``/v1/responses``, as the chat that it asks for."""
+"""Translation of a request of ``/v1/responses`` to a chat."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _SAME: Final = (
 )
 _OTHERS: Final = ("input", "instructions", "max_output_tokens", "text", *_SAME)
 
-# Fields that ask for nothing where they have these values. OpenAI's server stores where nothing is said.
+# Fields with the values that change nothing. OpenAI's server stores responses by default.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "background": (False,),
     "include": ([],),
@@ -47,11 +47,11 @@ def chat_of(body: Mapping[str, Any], sees: bool = False) -> dict[str, Any]:
     """The body of a chat for a request of ``/v1/responses``.
 
     Args:
-        body: JSON.
+        body: JSON object of the request.
         sees: Whether the model takes pictures.
 
     Raises:
-        ArgumentError: a field is unknown, is not supported, or has no such value.
+        ArgumentError: a field is unknown, not supported, or has an invalid value.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
@@ -73,21 +73,21 @@ def chat_of(body: Mapping[str, Any], sees: bool = False) -> dict[str, Any]:
 
 
 def own_names(message: str) -> str:
-    """An error of a chat, with the names that fields have in a request of ``/v1/responses``."""
+    """Error message of a chat, with the names of fields in a request of ``/v1/responses``."""
     for name, own in _OWN_NAMES.items():
         message = re.sub(rf"(?<!['\w]){re.escape(name)}(?!\w)", own, message)
     return message
 
 
 def _format(value: Any) -> Any:
-    """``response_format`` for ``text.format``, in which a schema is not apart."""
+    """``response_format`` for ``text.format``, in which a schema is not nested."""
     if isinstance(value, dict) and value.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {k: v for k, v in value.items() if k != "type"}}
     return value
 
 
 def _messages(given: Mapping[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Messages of a chat; ``kinds`` are those of their parts."""
+    """Messages of a chat; ``kinds`` are the allowed types of their parts."""
     asked = given.get("input")
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
@@ -129,7 +129,7 @@ def _message(name: str, item: dict[str, Any], kinds: tuple[str, ...]) -> dict[st
 
 
 def _parts(name: str, item: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Parts as a chat has them."""
+    """Parts in the form of a chat."""
     content = item.get("content") or []
     if not isinstance(content, list):
         raise ArgumentError(f"{name}.content must be a text or a list of parts, got {shown(content)}")

@@ -1,4 +1,4 @@
-"""``/v1/responses``: a chat in OpenAI's newer shape, and nothing is stored."""
+"""Endpoint ``/v1/responses``: a chat in OpenAI's newer format, without stored responses."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -21,8 +21,8 @@ class Responses:
     """The endpoint, on a session.
 
     Args:
-        session: That answers.
-        names: Of the model, the first of which is given out.
+        session: Session that answers.
+        names: Names of the model; responses have the first one.
     """
 
     def __init__(self, session: Session, names: tuple[str, ...]) -> None:
@@ -30,7 +30,7 @@ class Responses:
         self._asking = Asking(session, names, "chat", "resp")
 
     async def answer(self, request: Request) -> Any:
-        """Answer one request; raises KVError for what it asks wrongly."""
+        """Answer one request; raises KVError if the request is invalid."""
         said: dict[str, Any] = {}
 
         def translated(body: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class _Response:
     Args:
         begun: Its answer.
         model: Name of the model.
-        said: Fields of the request that are said again.
+        said: Fields of the request that the response repeats.
     """
 
     def __init__(self, begun: Begun, model: str, said: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class _Response:
         }
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """All of them; raises Refused where the answer fails."""
+        """All events; raises Refused if the answer fails."""
         yield self.event("response.created", "in_progress")
         yield self.event("response.in_progress", "in_progress")
         reader, answers, output = self._begun.readers[0], self._begun.answers, self._output
@@ -106,7 +106,7 @@ class _Response:
         yield self.event(f"response.{status}", status)
 
     def event(self, kind: str, status: str, failure: str | None = None) -> dict[str, Any]:
-        """An event with the response as it is now."""
+        """An event with the present response."""
         answers, is_over = self._begun.answers, status != "in_progress"
         usage = {
             "input_tokens": answers.num_asked,
@@ -131,7 +131,7 @@ class _Response:
 
 
 async def _told(response: _Response) -> AsyncGenerator[dict[str, Any], None]:
-    """Events of a response with their numbers; the last one says it if the answer fails."""
+    """Numbered events of a response; the last one is ``response.failed`` if the answer fails."""
     number = 0
     try:
         async with aclosing(response.events()) as events:

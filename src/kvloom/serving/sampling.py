@@ -1,4 +1,4 @@
-"""How the tokens of an answer are chosen, read from a request's JSON."""
+"""Sampling parameters of an answer, read from a request's JSON."""
 
 import random
 from collections.abc import Collection, Mapping
@@ -34,22 +34,19 @@ SAMPLING_FIELDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of an answer are chosen, and which of them end it.
+    """Sampling parameters of an answer, and the tokens that end it.
 
     Attributes:
-        temperature: 0 takes the likeliest token.
-        top_p: As of ``Choice``.
-        top_k: The same.
-        min_p: The same.
-        seed: ``None`` if not said.
-        presence_penalty: As of ``CountPenalties``.
-        frequency_penalty: The same.
-        repetition_penalty: Divides positive logits of tokens of the prompt and the answer, and multiplies
-            negative ones.
-        logit_bias: Is added to the logits of tokens.
-        min_tokens: New tokens before which nothing ends an answer.
-        ignore_eos: Whether the model's own end tokens are tokens like others.
-        stop_token_ids: Tokens that end an answer as well.
+        temperature: Temperature; 0 takes the likeliest token.
+        top_p, top_k, min_p: As in ``Choice``.
+        seed: Seed; ``None`` if not given.
+        presence_penalty, frequency_penalty: As in ``CountPenalties``.
+        repetition_penalty: Divisor of positive logits, and factor of negative logits, for tokens of the
+            prompt and the answer.
+        logit_bias: Numbers that are added to the logits of tokens.
+        min_tokens: Least number of new tokens; before that nothing ends an answer.
+        ignore_eos: Whether the model's end tokens do not end an answer.
+        stop_token_ids: Further tokens that end an answer.
     """
 
     temperature: float
@@ -74,7 +71,7 @@ class Sampling:
             defaults: The model's ``GenerationConfig``.
 
         Raises:
-            ArgumentError: a field has no such value.
+            ArgumentError: a field has an invalid value.
         """
         usual = defaults if getattr(defaults, "do_sample", False) else None
         sampled = usual is not None or any(x in given for x in ("temperature", "top_p", "top_k", "min_p"))
@@ -115,15 +112,15 @@ class Sampling:
         device: Any,
         scores_prompt: bool = False,
     ) -> list[Choice]:
-        """How each of ``count`` answers to one prompt chooses its tokens.
+        """Choices of ``count`` answers to one prompt.
 
         Args:
-            count: Answers.
-            num_prompt: Tokens of the prompt.
-            end_tokens: The model's.
-            num_logprobs: As of ``Choice``.
-            device: Where logits are.
-            scores_prompt: As of ``Choice``.
+            count: Number of answers.
+            num_prompt: Number of tokens of the prompt.
+            end_tokens: End tokens of the model.
+            num_logprobs: As in ``Choice``.
+            device: Device of the logits.
+            scores_prompt: As in ``Choice``.
         """
         seed = random.getrandbits(63) if self.seed is None else self.seed
         processors = self._processors(num_prompt, self.ends(end_tokens), device)

@@ -1,4 +1,4 @@
-"""The application, and the process that runs it."""
+"""The ASGI application of ``kvloom serve``, and the server that runs it."""
 
 import signal
 import socket
@@ -32,18 +32,18 @@ from kvloom.serving.settings import Settings
 from kvloom.serving.tokens import Tokens
 
 _HEAD_BYTES: Final = 64 << 10
-"""Of a request's first line, and of headers that are a little too large, so that they are told."""
+"""Bytes for a request's first line, and for headers that are a little too large, so that 431 is answered."""
 
 _LINE_BYTES: Final = 5
-"""Of a header's line for each byte of its name and value, at most: ``a: `` and the end of the line."""
+"""Bytes of a header's line for each byte of its name and value, at most: ``a: `` and the line end."""
 
 
 def application(models: Sequence[Model], settings: Settings) -> Any:
     """The ASGI application of models; their sessions run from its startup to its shutdown.
 
     Args:
-        models: At least one.
-        settings: Of the server.
+        models: At least one model.
+        settings: Settings of the server.
     """
     metrics, agents = Metrics(models), Agents(models)
     for model in models:
@@ -116,7 +116,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _what_there_is(request: Request, error: HTTPException) -> str:
-    """The paths and methods that exist, for a request to one that does not."""
+    """Message with the paths or methods that exist, for a request to one that does not."""
     path = request.url.path[:100]
     if error.status_code == 405:
         return f"{path} must be asked by {(error.headers or {}).get('Allow')}, got {request.method[:20]}"
@@ -131,20 +131,20 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 class TimelyProtocol(H11Protocol):
-    """HTTP as uvicorn speaks it; a connection is closed unless whole headers come in time.
+    """uvicorn's HTTP protocol, which also closes a connection if complete headers do not come in time.
 
-    uvicorn's own timer begins after the first answer, and ends with the next byte.
+    uvicorn's own timer starts after the first response, and ends with the next byte.
     """
 
     def connection_made(self, transport: Any) -> None:
-        """The same as uvicorn's, and starts the timer."""
+        """Handle a new connection, and start the timer."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
     def data_received(self, data: bytes) -> None:
-        """The same as uvicorn's; the timer runs until a request has come."""
+        """Handle received bytes; the timer runs until a request has come."""
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         last = self.cycle
         super().data_received(data)
@@ -155,13 +155,13 @@ class TimelyProtocol(H11Protocol):
 
 
 def listener_of(settings: Settings) -> socket.socket:
-    """A socket that listens; raises OSError if the address is taken or none of this machine."""
+    """A listening socket; raises OSError if the address is taken or not one of this machine."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     return socket.create_server((settings.host, settings.port), family=family, backlog=512)
 
 
 def server_of(app: Any, settings: Settings) -> uvicorn.Server:
-    """A server of an application on a listener: ``server.run(sockets=[listener])``."""
+    """A server of an application, to be run by ``server.run(sockets=[listener])``."""
     config = uvicorn.Config(
         app,
         http=TimelyProtocol,
@@ -182,10 +182,10 @@ def server_of(app: Any, settings: Settings) -> uvicorn.Server:
 
 
 def run(models: Sequence[Model], settings: Settings) -> int:
-    """Serve until Ctrl-C or SIGTERM; answers that have begun are given for ``drain_seconds`` then.
+    """Serve until Ctrl-C or SIGTERM; answers that have begun then have ``drain_seconds`` to end.
 
     Returns:
-        The exit status: 1 if a session ended by itself, and 0 else.
+        The exit status: 1 if a session ended by itself, else 0.
 
     Raises:
         OSError: the address is taken.
@@ -205,7 +205,7 @@ def run(models: Sequence[Model], settings: Settings) -> int:
             model.session.on_failure = end
         try:
             server.run(sockets=[listener])
-        except SystemExit:  # uvicorn's, where a session cannot begin
+        except SystemExit:  # raised by uvicorn if a session cannot begin
             if not _failures(models):
                 raise
     for failure in _failures(models):
@@ -214,6 +214,6 @@ def run(models: Sequence[Model], settings: Settings) -> int:
 
 
 def _failures(models: Sequence[Model]) -> list[str]:
-    """Why sessions ended by themselves, with the name of the model where there are several."""
+    """Reasons of sessions that ended by themselves, with the name of the model if there are several."""
     told = [(model.name, model.session.failure) for model in models if model.session.failure is not None]
     return [failure if len(models) == 1 else f"{name}: {failure}" for name, failure in told]

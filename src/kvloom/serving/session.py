@@ -1,4 +1,4 @@
-"""The session of a server: answers to requests, piece by piece, from one model."""
+"""The session of a server, which answers requests with one model."""
 
 import asyncio
 import logging
@@ -29,38 +29,33 @@ from kvloom.store.store import KVStore, open_store
 _LOG: Final = logging.getLogger("kvloom")
 
 _LOOK_SECONDS: Final = 0.1
-"""Between two looks at whether the session lives."""
+"""Time between two checks that the session is alive."""
 
 _MOST_DEATHS: Final = 3
-"""After so many without a new token between them it does not begin again."""
+"""Number of failures without a new token between them after which a session is not restarted."""
 
 _FIELD_BYTES: Final = 64 << 10
-"""Of a request beside its prompt."""
+"""Largest number of bytes of a request beside its prompt."""
 
 _TOKEN_BYTES: Final = 64
-"""Of a request for each token that a prompt may have: far more than tokens take, escaped as well."""
+"""Bytes of a request for each token that a prompt may have, far more than tokens take, even if escaped."""
 
 
 class Session:
     """A running session of continuous batching, whose answers are read in one event loop.
 
     Args:
-        model: What ``load_model`` returns.
-        tokenizer: The same.
-        settings: Of the server.
+        model: Model from ``load_model``.
+        tokenizer: Tokenizer from ``load_model``.
+        settings: Settings of the server.
         config: A ``ContinuousBatchingConfig``.
         on_first_token: Called with the seconds from a request to its first new token.
-        kv: As of ``continuous_batching``.
-        values: The same.
-        policy: The same.
-        batch_invariant: The same.
-        pack: The same.
-        store: The same.
-        processor: That makes what the model sees of pictures; ``None`` for text alone.
-        picture_tokens: Of chats with pictures that are kept at a time.
+        kv, values, policy, batch_invariant, pack, store: As in ``continuous_batching``.
+        processor: Processor of pictures for the model; ``None`` for text alone.
+        picture_tokens: Largest number of kept tokens of chats with pictures.
 
     Raises:
-        KVError: the model, an option or the configuration cannot be served.
+        KVError: the model, an option or the configuration is not supported.
     """
 
     def __init__(
@@ -83,13 +78,13 @@ class Session:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        tokenizer("")  # drops what its file says of truncation: from now on threads may share it
+        tokenizer("")  # resets the truncation of its file; threads may share it afterwards
         self.prompts = Prompts(tokenizer)
         self.on_first_token = on_first_token
         self._batch_invariant = batch_invariant
         self.store = None if store is None else open_store(store)
         self.pictures: PictureChats | None = None
-        """What answers chats with pictures; ``None`` where the model answers text alone."""
+        """Queue of chats with pictures; ``None`` if the model answers only text."""
         if processor is not None:
             if pack == "only":
                 raise ArgumentError("pack must be another than 'only' for a model that sees, got 'only'")
@@ -101,7 +96,7 @@ class Session:
         eos = model.generation_config.eos_token_id
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.end_tokens = frozenset(ends)
-        greedy = GenerationConfig(do_sample=False, eos_token_id=ends or -1)  # what each request overrides
+        greedy = GenerationConfig(do_sample=False, eos_token_id=ends or -1)  # each request overrides it
         self.grammars = Grammars(tokenizer, ends, _num_logits(model))
         self.manager = model.init_continuous_batching(greedy, config)
         self.manager.agents = AgentSessions(
@@ -110,17 +105,17 @@ class Session:
         choose_by_request(self.manager)
         self.readers: dict[str, Answers] = {}
         self.num_new = 0
-        """New tokens of all answers."""
+        """Number of new tokens of all answers."""
         self.num_restarts = 0
-        """How often the session died and began anew."""
+        """Number of restarts after a failure."""
         self.failure: str | None = None
-        """Why it has ended for good."""
+        """Why the session has ended for good; ``None`` if it has not."""
         self.on_failure: Callable[[], None] = lambda: None
-        """Called in the event loop when it has."""
+        """Called in the event loop when it has ended for good."""
         self.room = 0
-        """Tokens of a prompt and its answer, at most; 0 before ``start``."""
+        """Largest number of tokens of a prompt and its answer; 0 before ``start``."""
         self.num_placed = 0
-        """Answers whose prompts are being read."""
+        """Number of answers whose prompts are being read."""
         self._num_deaths = 0  # since the last new token
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -131,19 +126,19 @@ class Session:
 
     @property
     def num_taken(self) -> int:
-        """Places of answers that are computed, wait, or whose prompts are being read."""
+        """Number of answers that are computed, wait, or whose prompts are being read."""
         return len(self.readers) + self.num_placed
 
     def report(self) -> BatchReport:
-        """Pages and counts of this moment."""
+        """Report of the present pages and counts."""
         report: BatchReport = self.manager.report()
         return report
 
     async def start(self) -> None:
-        """Begin, in the event loop that is to read the answers.
+        """Start in the event loop that reads the answers.
 
         Raises:
-            StateError: it ended at once.
+            StateError: the session ended at once.
         """
         self.manager.output_router = _Router(self, asyncio.get_running_loop())
         if self.pictures is not None:
@@ -156,7 +151,7 @@ class Session:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """Cancel what is running, and end; the layers of the model are as they were before."""
+        """Cancel all answers, end the session, and restore the layers of the model."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
@@ -172,7 +167,7 @@ class Session:
             await asyncio.to_thread(self.store.close)
 
     def _tell_what_layers_are_not(self) -> None:
-        """Log which layers are not what was asked for; a warning where that is said, and none is."""
+        """Log layers that are not packed (a warning if none is) or not invariant (a warning if requested)."""
         report = self.report()
         if report.not_packed:
             level = logging.INFO if report.packed_bytes else logging.WARNING
@@ -183,7 +178,7 @@ class Session:
 
     async def _begin(self) -> None:
         self.manager.start()
-        while self.manager.batch_processor is None and self.alive:  # the pages are made by its thread
+        while self.manager.batch_processor is None and self.alive:  # its thread allocates the pages
             await asyncio.sleep(0.005)
         report = self.report()
         longest = getattr(text_config_of(self.model), "max_position_embeddings", None)
@@ -191,7 +186,7 @@ class Session:
         self.room = min(self.room, longest or self.room, self.manager.most_positions or self.room)
 
     async def _supervise(self) -> None:
-        """Let the session begin again, with new pages, when it has died; end it if that does not help."""
+        """Restart the session with new pages after a failure; end it if it fails repeatedly."""
         try:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -227,13 +222,13 @@ class Session:
         return "its thread ended" if error is None else summary_of(error)
 
     def note_new_tokens(self, count: int, lives: bool) -> None:
-        """Count what was read; ``lives`` is whether the session computed it."""
+        """Count new tokens; ``lives`` is whether the session computed them."""
         self.num_new += count
         self._num_deaths = 0 if lives else self._num_deaths
 
     @property
     def max_body_bytes(self) -> int:
-        """The most bytes of a body whose prompt could fit, or which may have pictures."""
+        """Largest number of bytes of a body, by the setting, and without pictures also by ``room``."""
         if self.pictures is not None:
             return self.settings.max_body_bytes
         return min(self.settings.max_body_bytes, _FIELD_BYTES + _TOKEN_BYTES * self.room)
@@ -256,24 +251,23 @@ class Session:
         turn: AgentTurn | None = None,
         pictures: PicturePrompt | None = None,
     ) -> Answers:
-        """Begin the answers to prompts, in a ``Place``; whoever asks reads ``pieces`` or calls ``close``.
+        """Begin the answers to prompts, within a ``Place``; the caller reads ``pieces`` or calls ``close``.
 
         Args:
-            name: By which the first answer is known, a new one; ``-1`` and so on are added for the others.
-            prompts: Tokens of each.
-            wanted: What was asked for.
-            salt: Only requests of one salt share pages.
-            keep_special: Whether special tokens are text.
-            usual_tokens: New tokens where the request does not say how many; as many as there may be if
-                ``None``.
-            matcher: Of ``grammars``, if an answer has a structure.
-            turn: Of the session of an agent, if the request is of one.
+            name: New id of the first answer; the others have the suffixes ``-1`` and so on.
+            prompts: Tokens of each prompt.
+            wanted: Parameters of the request.
+            salt: Only requests with the same salt share pages.
+            keep_special: Whether special tokens are part of the text.
+            usual_tokens: Default number of new tokens; as many as possible if ``None``.
+            matcher: Matcher of ``grammars``, if an answer has a structure.
+            turn: Turn of an agent's session, if the request has one.
             pictures: The only prompt, if it has pictures.
 
         Raises:
-            ArgumentError: a prompt is empty, or it is too long, alone or with the new tokens, or it or
-                another field has a token that the model does not know.
-            Refused: there is no session.
+            ArgumentError: a prompt is empty, or too long, alone or with the new tokens; or a prompt or a
+                field has a token that the model does not have.
+            Refused: the session is not alive.
         """
         self.expect_alive()
         for field, named in wanted.sampling.named_tokens().items():
@@ -287,7 +281,7 @@ class Session:
     def _num_new_tokens(
         self, tokens: Sequence[int], wanted: Wanted, usual_tokens: int | None, most: int
     ) -> int:
-        """The most new tokens for a prompt, of ``most`` together with it."""
+        """Largest number of new tokens for a prompt, of ``most`` together with it."""
         if not tokens:
             raise ArgumentError("the prompt must be at least one token, got none")
         expect_room(most, len(tokens))
@@ -308,13 +302,13 @@ class Session:
 
 
 class Place:
-    """A place among the answers of a session, from before its prompt is read until ``ask`` has begun it.
+    """A place among the answers of a session, held from before its prompt is read until ``ask`` has begun it.
 
     Args:
-        session: Whose.
+        session: The session.
 
     Raises:
-        Refused: there is none, or no session.
+        Refused: no place is free, or the session is not alive.
     """
 
     def __init__(self, session: Session) -> None:
@@ -323,7 +317,7 @@ class Place:
         self.widen(1)
 
     def widen(self, count: int) -> None:
-        """Have ``count`` places; raises Refused if there are not so many now, ArgumentError if never."""
+        """Take ``count`` places in all; raises Refused if too few are free, ArgumentError if too many."""
         session, more = self._session, count - self._count
         if count > session.settings.max_answers:
             raise ArgumentError(
@@ -336,7 +330,7 @@ class Place:
         self._count = count
 
     def close(self) -> None:
-        """Give the places back."""
+        """Release the places."""
         self._session.num_placed -= self._count
 
 
@@ -351,23 +345,23 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 def _expect_device(device: torch.device) -> None:
-    """Raise what a device raises that computes nothing any more."""
+    """Raise the device's error if it cannot compute any more."""
     torch.zeros(1, device=device).add_(1).item()
 
 
 class _Router(OutputRouter):  # type: ignore[misc]
-    """Hands outputs to those who read them, of whom each sees the latest only: it has all tokens."""
+    """Router that passes outputs to their readers; each reads the latest one only, which has all tokens."""
 
     def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._session, self._loop = session, loop
 
     def deliver(self, output: Any) -> None:
-        """From the thread of the session."""
+        """Deliver one output; called in the session's thread."""
         self.deliver_batch([output])
 
     def deliver_batch(self, outputs: list[Any]) -> None:
-        """From the thread of the session."""
+        """Deliver outputs; called in the session's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._give, outputs)
 
@@ -376,5 +370,5 @@ class _Router(OutputRouter):  # type: ignore[misc]
             reader = self._session.readers.get(output.request_id)
             if reader is not None:
                 reader.take(output)
-            elif not output.is_finished():  # cancelled before the session had heard of it
+            elif not output.is_finished():  # cancelled before the session had taken it
                 self._session.manager.cancel_request(output.request_id)

@@ -12,13 +12,13 @@ from typing import Final
 from kvloom.errors import ArgumentError
 
 KEYS_VARIABLE: Final = "KVLOOM_API_KEY"
-"""Environment variable with API keys, commas between them: command lines are read by others."""
+"""Environment variable with API keys, separated by commas, since other users can read command lines."""
 
 MOST: Final = 2**31 - 1
-"""Of whatever is counted in tokens, pages, requests or bytes."""
+"""Largest number of tokens, pages, requests or bytes in a setting."""
 
 PICTURE_TOKENS: Final = 16384
-"""Of chats with pictures that are kept at a time, where nothing is said."""
+"""Default number of kept tokens of chats with pictures."""
 
 _MOST_SECONDS: Final = 31_536_000
 """A year."""
@@ -33,22 +33,21 @@ class Settings:
     Attributes:
         host: Address that it listens on.
         port: Port; 0 is any that is free.
-        api_keys: Keys that a request may have; with none, every request is answered.
-        allowed_origins: Of pages in a browser, beside the server's own, that may ask it.
-        tls_certificate: PEM file of the server's certificate, and of those that lead to a known one; ``None``
-            for HTTP without TLS.
+        api_keys: Keys that a request may have; without keys, every request is answered.
+        allowed_origins: Origins of web pages, beside the server's own, that may send requests.
+        tls_certificate: PEM file of the server's certificate chain; ``None`` for HTTP without TLS.
         tls_key: PEM file of its key, without a password.
         access_log: Whether each request is a line of the log.
-        max_tokens: New tokens of one answer, at most.
-        max_answers: Answers that are computed or wait at one time, at most.
-        max_seconds: For one request, from its last byte to the last byte of its answer.
-        max_body_bytes: Of a request.
-        max_header_bytes: Of a request, names and values together.
-        header_seconds: In which the next request's headers must have come on a connection.
-        body_seconds: In which the body of a request must have come.
-        drain_seconds: That a server which is stopped gives the answers that have begun.
-        session_share: Of all pages, what sessions of agents may hold, each key as much as another.
-        session_seconds: After which a session of an agent that is not used is forgotten.
+        max_tokens: Largest number of new tokens of one answer.
+        max_answers: Largest number of answers that are computed or wait at one time.
+        max_seconds: Largest time from the last byte of a request to the last byte of its answer.
+        max_body_bytes: Largest body of a request.
+        max_header_bytes: Largest headers of a request, names and values together.
+        header_seconds: Time in which the next request's headers must have come on a connection.
+        body_seconds: Time in which the body of a request must have come.
+        drain_seconds: Time that a stopping server gives to answers that have begun.
+        session_share: Share of all pages that sessions of agents may hold, divided equally among keys.
+        session_seconds: Time after which an unused session of an agent is forgotten.
     """
 
     host: str = "127.0.0.1"
@@ -96,7 +95,7 @@ class Settings:
             )
 
     def _check_tls(self) -> None:
-        """Raise ArgumentError unless there is neither a certificate nor a key, or both, of each other."""
+        """Raise ArgumentError unless certificate and key match, or neither is given."""
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ArgumentError("tls_certificate must be given with its key, got one of the two")
         if self.tls_certificate is not None and self.tls_key is not None:
@@ -111,7 +110,7 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """The beginning of the server's URLs, without a port."""
+        """Scheme and host of the server's URLs, without a port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.tls_certificate is None else 'https'}://{host}"
 
@@ -123,7 +122,7 @@ def expect_within(name: str, value: float, low: float, high: float) -> None:
 
 
 def expect_writable(name: str, path: Path) -> None:
-    """Raise ArgumentError unless a file can be written; what it holds stays until it is."""
+    """Raise ArgumentError unless a file can be written; its content is unchanged."""
     try:
         path.open("a").close()
     except OSError as error:
@@ -139,6 +138,6 @@ def is_loopback(host: str) -> bool:
 
 
 def keys_from(options: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Keys of the command line and of the environment."""
+    """API keys of the command line and of the environment."""
     named = environment.get(KEYS_VARIABLE, "").split(",")
     return (*options, *(key.strip() for key in named if key.strip()))

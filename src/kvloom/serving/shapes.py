@@ -1,4 +1,4 @@
-"""One answer as OpenAI's clients read it: text, tool calls and reasoning, whole or in pieces."""
+"""JSON of one answer in OpenAI's API: text, tool calls and reasoning, whole or in pieces."""
 
 import uuid
 from dataclasses import replace
@@ -12,12 +12,12 @@ from kvloom.serving.wanted import Wanted
 
 
 class Shape:
-    """One answer as JSON: text, tool calls and reasoning, whole or in pieces.
+    """JSON of one answer: text, tool calls and reasoning, whole or in pieces.
 
     Args:
         kind: ``"chat"`` or ``"text"``.
-        reader: What reads tool calls and reasoning from the text.
-        echo: The prompt that its log probabilities begin with; ``None`` for none.
+        reader: Reader of tool calls and reasoning in the text.
+        echo: The prompt with which its log probabilities begin; ``None`` for none.
     """
 
     def __init__(self, kind: str, reader: Reader, echo: Echo | None = None) -> None:
@@ -29,11 +29,11 @@ class Shape:
         self._finish: str | None = None
 
     def add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Take a piece; returns the deltas that it brings."""
+        """Add a piece; returns its deltas."""
         return self._add(self._with_echo(piece))
 
     def _with_echo(self, piece: Piece) -> Piece:
-        """A piece of the answer as one of the text that begins with the prompt."""
+        """A piece of the answer, changed to a piece of the text that begins with the prompt."""
         echo = self._echo
         if echo is None:
             return piece
@@ -73,7 +73,7 @@ class Shape:
         return {"content": item}
 
     def whole(self, index: int, tokenizer: Any, wanted: Wanted) -> dict[str, Any]:
-        """The choice of an answer that has ended."""
+        """Choice of a whole response, for an answer that has ended."""
         choice: dict[str, Any] = {"index": index, "finish_reason": self._reason(), "logprobs": None}
         if wanted.logprobs is not None:
             choice["logprobs"] = self._as_logprobs(tokenizer, self._tokens, self._logprobs, self._offsets)
@@ -88,7 +88,7 @@ class Shape:
         return {**choice, "message": message}
 
     def events(self, piece: Piece, tokenizer: Any, wanted: Wanted) -> list[dict[str, Any]]:
-        """Choices of the chunks for a piece."""
+        """Choices of the chunks of a streamed response, for a piece."""
         piece = self._with_echo(piece)
         deltas = self._add(piece)
         empty: dict[str, Any] = {} if self._kind == "chat" else {"content": ""}

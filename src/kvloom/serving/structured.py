@@ -1,7 +1,7 @@
-"""Answers that are JSON, of a schema or any, or a text of another grammar.
+"""Structured answers: JSON, with or without a schema, or a text of another grammar.
 
-Grammars are llguidance's: it lets through those tokens with which the answer can still become such a text.
-Shapes: N tokens of a request so far, V tokens that the model knows.
+Grammars are those of llguidance, which allows the tokens with which an answer can still match its grammar.
+Shapes: N tokens of a request so far, V tokens of the vocabulary.
 """
 
 import json
@@ -22,22 +22,22 @@ from kvloom.serving.fields import shown
 PACKAGE: Final = "llguidance"
 
 JSON_OPTIONS: Final = {
-    "lenient": False,  # a keyword that is not supported is no keyword to ignore
+    "lenient": False,  # unsupported keywords are errors
     "whitespace_flexible": True,
-    "whitespace_pattern": r" ?|\n[ \t]{0,20}",  # a small model would write spaces for ever
+    "whitespace_pattern": r" ?|\n[ \t]{0,20}",  # bounded, since a small model would write spaces forever
 }
-"""How llguidance reads a schema."""
+"""Options of llguidance for schemas."""
 
 _BITS: Final = torch.arange(8, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Which texts an answer may be.
+    """Structure of an answer.
 
     Attributes:
-        field: Of the request that says so.
-        grammar: For llguidance.
+        field: Field of the request that has it.
+        grammar: Grammar for llguidance.
     """
 
     field: str
@@ -45,13 +45,13 @@ class Structure:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Structure | None":
-        """Read ``response_format`` or vLLM's ``structured_outputs``; ``None`` where any text will do.
+        """Read ``response_format`` or vLLM's ``structured_outputs``; ``None`` if any text is allowed.
 
         Args:
             given: Fields of a request that are not null.
 
         Raises:
-            ArgumentError: a field has no such value.
+            ArgumentError: a field has an invalid value.
             UnsupportedError: llguidance is not installed.
         """
         asked = [x for x in (_format(given), _outputs(given)) if x is not None]
@@ -59,18 +59,18 @@ class Structure:
             return None
         if len(asked) == 2:
             raise ArgumentError("response_format must be left out beside structured_outputs")
-        for field in ("min_tokens", "ignore_eos"):  # what has to end, ends
+        for field in ("min_tokens", "ignore_eos"):  # a structured answer must be able to end
             if given.get(field):
                 raise ArgumentError(f"{field} must be left out beside {asked[0].field}")
         return asked[0]
 
 
 class Grammars:
-    """Makes matchers of grammars, for one tokenizer; threads may share it.
+    """Factory of grammar matchers for one tokenizer; threads may share it.
 
     Args:
-        tokenizer: A fast one.
-        end_tokens: Of the model.
+        tokenizer: A fast tokenizer.
+        end_tokens: End tokens of the model.
         num_logits: V.
     """
 
@@ -81,10 +81,10 @@ class Grammars:
         self._lock = Lock()
 
     def matcher(self, structure: Structure) -> Any:
-        """A matcher that has read nothing; each answer gets a copy of it.
+        """A new matcher, of which each answer gets a copy.
 
         Raises:
-            ArgumentError: the grammar is wrong, is not supported, or can never end.
+            ArgumentError: the grammar is invalid or not supported, or the model has no end token.
         """
         if not self._ends:
             raise ArgumentError(
@@ -110,16 +110,16 @@ class Grammars:
 
 
 class Grammar(LogitsProcessor):  # type: ignore[misc]
-    """Lets through the tokens that the grammar of one answer allows next.
+    """Logits processor that allows the tokens that the grammar of one answer allows next.
 
     Args:
-        structure: What was asked.
-        matcher: A copy of its own.
-        num_prompt: Tokens of the prompt.
+        structure: Structure of the answer.
+        matcher: Matcher of this answer.
+        num_prompt: Number of tokens of the prompt.
         ends: Tokens that end an answer.
 
     Attributes:
-        failure: Why no more tokens could be told, where the answer has to end; ``None`` as long as they can.
+        failure: Why the matcher failed, after which only end tokens are allowed; ``None`` if it has not.
     """
 
     def __init__(self, structure: Structure, matcher: Any, num_prompt: int, ends: Collection[int]) -> None:
@@ -128,7 +128,7 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
         self.failure: str | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``scores`` ``[1, V]`` after ``input_ids`` ``[1, N]``, ``-inf`` where a token is not allowed."""
+        """``scores`` ``[1, V]`` after ``input_ids`` ``[1, N]``, with ``-inf`` for forbidden tokens."""
         new = input_ids[0, self._num_read :].tolist()
         self._num_read = input_ids.shape[1]
         self._matcher.consume_tokens(new)
@@ -145,7 +145,7 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
 
 
 def ll_matcher() -> Any:
-    """llguidance's ``LLMatcher``, which makes grammars; raises UnsupportedError where it is not installed."""
+    """llguidance's ``LLMatcher``, which makes grammars; raises UnsupportedError if it is not installed."""
     expect_installed((PACKAGE,))
     from llguidance import LLMatcher
 
@@ -153,7 +153,7 @@ def ll_matcher() -> Any:
 
 
 def json_grammar(field: str, schema: Mapping[str, Any]) -> Structure:
-    """JSON of a schema; raises UnsupportedError where llguidance is not installed."""
+    """Structure of JSON with a schema; raises UnsupportedError if llguidance is not installed."""
     matcher = ll_matcher()
     try:
         grammar = matcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
@@ -210,6 +210,6 @@ def _is_text(value: Any) -> bool:
 
 
 def _reason(matcher: Any) -> str:
-    # Without the grammar, which nobody asked for.
+    # The message without the grammar, which llguidance appends.
     error, *_ = re.split(r"\n *\d+ \| ", str(matcher.get_error()))
     return " ".join(error.replace("<non-verbose/>", "").split())[:300]

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, up to a text that ends the answer; the text and the bytes of one token."""
+"""Streaming of tokens to text, up to a stop; text and bytes of single tokens."""
 
 import re
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
 _UNKNOWN: Final = "\ufffd"
-"""What bytes decode to that are no character."""
+"""Character to which invalid bytes are decoded."""
 
 
 class TextStream:
-    """The text of one answer, whole characters only, up to the stop that is whole first.
+    """Text of one answer, in whole characters, up to the stop that is complete first.
 
     Args:
-        tokenizer: With a ``backend_tokenizer``.
-        stops: Texts before which the answer ends; none of them is given out.
-        skip_special_tokens: Leave out the tokens that are no text.
-        min_tokens: A stop that is whole before there are more tokens is text.
+        tokenizer: Tokenizer with a ``backend_tokenizer``.
+        stops: Texts before which the answer ends; they are not part of the text.
+        skip_special_tokens: Whether to leave out special tokens.
+        min_tokens: Number of tokens up to which a complete stop is ordinary text.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class TextStream:
         self._decoded = ""
         self._num_given = 0
         self.stopped = False
-        """Whether a stop was found; nothing comes after it."""
+        """Whether a stop was found; no text follows then."""
         self.offsets: list[int] = []
-        """Characters of the text, a stop included, before each token that was read."""
+        """Number of characters of the text, a stop included, before each token that was read."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now, after some more tokens; none is read after a stop."""
+        """Read more tokens, up to a stop; returns the new text that cannot change any more."""
         given = ""
         for token in tokens:
             if self.stopped:
@@ -48,10 +48,10 @@ class TextStream:
         return given
 
     def end(self, tokens: Sequence[int]) -> str:
-        """The rest, where no more tokens come; ``tokens`` are all of them."""
+        """The rest of the text, when no more tokens come; ``tokens`` are all tokens."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
         start = len(self._decoded)
-        if text.startswith(self._decoded):  # a character that is not whole
+        if text.startswith(self._decoded):  # an incomplete character
             self._decoded = text
         return self._give(start, hold=False)
 
@@ -60,9 +60,9 @@ class TextStream:
             return ""
         text, end = self._decoded, len(self._decoded)
         stops = self._stops if len(self.offsets) > self._min_tokens else ()
-        begins = [(stop, max(0, start - len(stop) + 1)) for stop in stops]  # where one ends after start
+        begins = [(stop, max(0, start - len(stop) + 1)) for stop in stops]  # a stop that ends after start
         found = [(at + len(stop), at) for stop, begin in begins if (at := text.find(stop, begin)) >= 0]
-        if found:  # the one that is whole first, however many tokens come at once
+        if found:  # the stop that is complete first, however many tokens come at once
             end, self.stopped = min(found)[1], True
         elif hold:
             end -= max((_overlap(text, stop) for stop in self._stops), default=0)
@@ -71,7 +71,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` with which ``stop`` begins."""
+    """Number of characters at the end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -81,7 +81,7 @@ class Echo(NamedTuple):
     Attributes:
         text: Its text.
         tokens: Its tokens.
-        offsets: Characters of the text before each of them.
+        offsets: Number of characters of the text before each token.
     """
 
     text: str
@@ -90,12 +90,12 @@ class Echo(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any, tokens: Sequence[int], text: str) -> "Echo":
-        """Of a prompt. What its tokens begin with beside the text is before the text.
+        """Echo of a prompt. Leading tokens that are not in the text, such as special ones, have offset 0.
 
         Args:
-            tokenizer: With a ``backend_tokenizer``.
-            tokens: Of the prompt.
-            text: That they are of.
+            tokenizer: Tokenizer with a ``backend_tokenizer``.
+            tokens: Tokens of the prompt.
+            text: Text of the prompt.
         """
         stream = TextStream(tokenizer, (), skip_special_tokens=False)
         given = stream.feed(tokens) + stream.end(tokens)
@@ -125,7 +125,7 @@ def text_of(tokenizer: Any, token: int) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte of each letter of byte-level vocabularies: printable ones are themselves, others in order."""
+    """Byte of each letter of byte-level vocabularies: printable letters are themselves, others in order."""
     letters = sorted(ByteLevel.alphabet())
     others = iter(sorted({*range(256)} - {*map(ord, letters)}))
     return {x: ord(x) if ord(x) < 256 else next(others) for x in letters}

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize`` of vLLM's server: tokens of a text or a chat, and the text of tokens."""
+"""Endpoints ``/tokenize`` and ``/detokenize``, as in vLLM's server."""
 
 from collections.abc import Callable, Collection
 from typing import Any, Final
@@ -24,19 +24,19 @@ class Tokens:
     """Both endpoints, in the threads that read prompts; a text may be longer than the model can read.
 
     Args:
-        session: Whose tokenizer.
-        names: Of the model.
+        session: Session with the tokenizer.
+        names: Names of the model.
     """
 
     def __init__(self, session: Session, names: tuple[str, ...]) -> None:
         self._session, self._names = session, names
 
     async def tokenize(self, request: Request) -> JSONResponse:
-        """Answer ``/tokenize``; raises KVError for what it asks wrongly."""
+        """Answer ``/tokenize``; raises KVError if the request is invalid."""
         return await self._answer(request, self._tokens_of)
 
     async def detokenize(self, request: Request) -> JSONResponse:
-        """Answer ``/detokenize``; raises KVError for what it asks wrongly."""
+        """Answer ``/detokenize``; raises KVError if the request is invalid."""
         return await self._answer(request, self._text_of)
 
     async def _answer(

@@ -1,4 +1,4 @@
-"""Tools of a chat, and answers that must be calls of them."""
+"""Tools of a chat, and answers that must be tool calls."""
 
 import json
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from kvloom.serving.readers import ToolCall
 from kvloom.serving.structured import JSON_OPTIONS, Structure, json_grammar, ll_matcher
 
 _MOST_CALLS: Final = 16
-"""In one answer: a small model would call for ever."""
+"""Largest number of calls in one answer, since a small model would call forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedCalls:
-    """What ``tool_choice`` asks beside leaving it to the model.
+    """Tool calls that ``tool_choice`` forces.
 
     Attributes:
-        name: Of the one function whose arguments the answer is; ``None`` where it is a list of calls of any.
-        structure: Which texts that are.
+        name: Name of the function whose arguments are the answer; ``None`` if the answer is a list of calls.
+        structure: Structure of the answer.
     """
 
     name: str | None
@@ -28,13 +28,13 @@ class ForcedCalls:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ForcedCalls | None":
-        """Read ``tool_choice``; ``None`` where the model decides.
+        """Read ``tool_choice``; ``None`` if the model decides.
 
         Args:
             given: Fields of a request that are not null.
 
         Raises:
-            ArgumentError: there is no such choice, or no such tool.
+            ArgumentError: the choice is invalid, or there is no such tool.
             UnsupportedError: llguidance is not installed.
         """
         choice, parallel = given.get("tool_choice", "auto"), flag(given, "parallel_tool_calls", True)
@@ -63,10 +63,10 @@ class ForcedCalls:
 
 
 class CallsText:
-    """Reads an answer that must be calls, which it tells when the answer has ended.
+    """Reader of an answer that must be tool calls, which are returned at its end.
 
     Args:
-        calls: What was asked.
+        calls: The forced calls.
     """
 
     keeps_special = False
@@ -75,12 +75,12 @@ class CallsText:
         self._name, self._text = calls.name, ""
 
     def feed(self, text: str) -> list[Any]:
-        """As of ``Reader``."""
+        """Keep the text until the end."""
         self._text += text
         return []
 
     def end(self) -> list[Any]:
-        """As of ``Reader``; arguments that were cut are given as they are, a list that was cut is text."""
+        """The calls; incomplete arguments are returned unchanged, an incomplete list as text."""
         if self._name is not None:
             return [ToolCall(self._name, self._text)]
         try:
@@ -94,11 +94,11 @@ def tools_of(body: Mapping[str, Any], forced: bool) -> list[dict[str, Any]]:
     """The tools of a request.
 
     Args:
-        body: JSON.
-        forced: Whether the answer must be calls of them, whose arguments are then of their schemas.
+        body: JSON object of the request.
+        forced: Whether the answer must be tool calls, whose arguments then follow their schemas.
 
     Raises:
-        ArgumentError: one is no function, or asks for what there is not.
+        ArgumentError: a tool is no function, or has an option that is not supported.
     """
     tools = body.get("tools") or []
     if not isinstance(tools, list):
@@ -137,7 +137,7 @@ def _named(choice: Any) -> str | None:
 
 
 def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object."""
+    """Schema of a tool's arguments, which are an object."""
     given = tool["function"].get("parameters")
     if not given:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -145,7 +145,7 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calls(tools: list[dict[str, Any]], most: int) -> Structure:
-    """A list of calls; each schema is read by itself, with its own definitions."""
+    """Structure of a list of calls; each schema is read alone, with its own definitions."""
     matcher = ll_matcher()
     more = f'(", " call){{0,{most - 1}}} ' if most > 1 else ""
     lines = [f'start: "[" call {more}"]"']

@@ -1,4 +1,4 @@
-"""What a model that sees is given for a chat with pictures, and the numbers by which its pages are found."""
+"""Inputs of a model with vision for a chat with pictures, and the numbers by which its pages are found."""
 
 import logging
 import threading
@@ -20,20 +20,20 @@ from kvloom.integrations.transformers.text_config import text_config_of
 _LOG: Final = logging.getLogger("kvloom")
 
 _NO_TOKEN: Final = 1 << 62
-"""From here on no number is a token's id."""
+"""Bit that is set in numbers that stand for pictures; no token id has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PicturePrompt:
-    """A chat with pictures, as a model takes it; T tokens.
+    """Prompt of a chat with pictures; T tokens.
 
     Attributes:
-        tokens: T token ids, placeholders of pictures among them.
-        known_as: T numbers by which pages are found: tokens, and for placeholders parts of a digest of all
+        tokens: T token ids, including placeholders of pictures.
+        known_as: T numbers by which pages are found: token ids, and for placeholders parts of a digest of all
             pictures.
-        first: Where the first placeholder is.
-        last: Where the last one is.
-        inputs: Of the model's forward beside tokens, on the CPU.
+        first: Index of the first placeholder.
+        last: Index of the last placeholder.
+        inputs: Inputs of the model's forward beside tokens, on the CPU.
     """
 
     tokens: list[int]
@@ -43,9 +43,9 @@ class PicturePrompt:
     inputs: Mapping[str, Any]
 
     def inputs_behind(self, num_found: int) -> dict[str, Any]:
-        """Those for a cache that has ``num_found`` tokens, no picture in part.
+        """Inputs for a cache that has ``num_found`` tokens, and no picture in part.
 
-        Where it has all pictures, what remains are types of tokens, and the grids that positions are made of.
+        If it has all pictures, only token types remain, and the grids from which positions are made.
         """
         if num_found <= self.first:
             return dict(self.inputs)
@@ -55,10 +55,10 @@ class PicturePrompt:
 
 
 def processor_of(model: Any, path: Path) -> Any:
-    """The processor of a model that sees; ``None`` for another, or if it does not load, which is logged.
+    """The processor of a model with vision; ``None`` for another model, or with a warning if it cannot load.
 
     Args:
-        model: What ``load_model`` returned.
+        model: Model from ``load_model``.
         path: Its folder.
     """
     if not is_seeing(model.config):
@@ -71,15 +71,15 @@ def processor_of(model: Any, path: Path) -> Any:
 
 
 class Vision:
-    """Makes prompts of chats with pictures by a model's processor; threads may share it.
+    """Factory of prompts for chats with pictures, by a model's processor; threads may share it.
 
     Args:
-        model: That sees.
+        model: Model with vision.
         processor: Its processor.
-        tokenizer: With the tokens of the processor's.
+        tokenizer: Tokenizer with the same tokens as the processor's.
 
     Raises:
-        UnsupportedError: they do not fit, or have no token for a picture.
+        UnsupportedError: they do not fit, or have no placeholder token for a picture.
     """
 
     def __init__(self, model: Any, processor: Any, tokenizer: Any) -> None:
@@ -102,13 +102,13 @@ class Vision:
         """The prompt of a chat.
 
         Args:
-            text: What the chat template made of it.
-            messages: Of the chat.
-            images: As of ``decoded``, in the order of the text.
+            text: Text of the chat by the chat template.
+            messages: Messages of the chat.
+            images: Results of ``decoded``, in the order of the text.
 
         Raises:
-            ArgumentError: a text has what stands for a picture, the template leaves a picture out, or the
-                processor does not take one.
+            ArgumentError: a text has a placeholder of a picture, the template ignores a picture, or the
+                processor does not accept one.
         """
         self._expect_no_mark(messages)
         if (count := text.count(self._mark)) != len(images):
@@ -149,7 +149,7 @@ class Vision:
 
 
 def _digest_of(inputs: Mapping[str, Any], tokens: Sequence[int]) -> str:
-    """Of what a model is given beside tokens, as ``content_of``, whatever the length of the text."""
+    """Digest of a model's inputs beside tokens, as ``content_of``, independent of the text's length."""
     return content_of(
         {name: x for name, x in inputs.items() if not (_is_of_types(name) and _is_of_tokens(x, tokens))}
     )
@@ -160,7 +160,7 @@ def _is_of_types(name: str) -> bool:
 
 
 def _is_of_tokens(types: Any, tokens: Sequence[int]) -> bool:
-    """Whether types ``[1, T]`` say no more than the tokens: tokens of one id have one type."""
+    """Whether types ``[1, T]`` follow from the tokens: equal token ids have equal types."""
     if not isinstance(types, Tensor) or types.shape != (1, len(tokens)):
         return False
     pairs = {*zip(tokens, types[0].tolist(), strict=True)}

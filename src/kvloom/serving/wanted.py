@@ -1,4 +1,4 @@
-"""The parameters of one request, read from its JSON and checked before anything is computed."""
+"""Parameters of one request, read from its JSON and checked before anything is computed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MOST_ANSWERS: Final = 16
 _MOST_STOPS: Final = 4
 _MOST_LOGPROBS: Final = {"chat": 20, "text": 5}
 
-# Fields that ask for nothing where they have these values.
+# Fields with the values that change nothing.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "modalities": (["text"],),
@@ -54,21 +54,21 @@ _FIELDS: Final[Mapping[str, Collection[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The parameters of one request, beside its text.
+    """Parameters of one request, beside its text.
 
     Attributes:
-        max_tokens: New tokens; ``None`` if not said.
-        sampling: How tokens are chosen.
+        max_tokens: Largest number of new tokens; ``None`` if not given.
+        sampling: Sampling parameters.
         stop: Texts before which an answer ends.
-        count: Answers to each prompt.
-        stream: Whether they come in pieces.
+        count: Number of answers to each prompt.
+        stream: Whether answers come in pieces.
         usage: Whether a stream ends with the number of its tokens.
-        logprobs: Likeliest tokens of each step; ``None`` for no log probabilities.
-        salt: Only requests of one salt share pages.
-        echo: Whether an answer begins with its prompt, and the log probabilities with those of its tokens.
-        is_prompt_alone: Whether that is all that is asked; the new token that is computed is not given.
-        structure: Which texts an answer may be; ``None`` for any.
-        calls: Which calls of tools it must be; ``None`` where it may be a text.
+        logprobs: Number of likeliest tokens of each step; ``None`` for no log probabilities.
+        salt: Only requests with the same salt share pages.
+        echo: Whether an answer begins with its prompt, and its log probabilities with those of the prompt.
+        is_prompt_alone: Whether only the echo is requested; the one new token that is computed is left out.
+        structure: Structure of an answer; ``None`` for any text.
+        calls: Tool calls that the answer must be; ``None`` if it may be a text.
     """
 
     max_tokens: int | None
@@ -89,12 +89,12 @@ class Wanted:
         """Read a request.
 
         Args:
-            body: JSON.
+            body: JSON of the request.
             kind: ``"chat"`` or ``"text"``.
             defaults: The model's ``GenerationConfig``.
 
         Raises:
-            ArgumentError: a field is unknown, not supported, or has no such value.
+            ArgumentError: a field is unknown, not supported, or has an invalid value.
         """
         if not isinstance(body, dict):
             raise ArgumentError(f"the request must be a JSON object, got {type(body).__name__}")
@@ -125,7 +125,7 @@ class Wanted:
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    """By either name; a request may have both if they say the same. 0 asks for nothing but an echo."""
+    """Largest number of new tokens, by either name, or by both if they are equal; 0 for an echo alone."""
     least = 0 if flag(body, "echo") else 1
     newer, older = (whole(body, name, least) for name in ("max_completion_tokens", "max_tokens"))
     if None not in (newer, older) and newer != older:

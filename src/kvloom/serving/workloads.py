@@ -1,4 +1,4 @@
-"""Conversations to ask a server for, made up or after a trace: texts of words, each of about one token."""
+"""Conversations for measuring a server, generated or from a trace: texts of words of about one token each."""
 
 import random
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation: the texts that it adds, and how many tokens it asks for.
+    """One request of a conversation: the texts that it adds, and the number of new tokens.
 
     Attributes:
-        pieces: Texts, one after the other, after all that was said before.
-        new_tokens: That are asked for.
+        pieces: Texts in order, which follow all earlier texts of the conversation.
+        new_tokens: Number of new tokens that are requested.
     """
 
     pieces: tuple[str, ...]
@@ -34,11 +34,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests one after the other, each of which begins with the one before and its answer.
+    """Requests in order, each of which begins with the one before and its answer.
 
     Attributes:
-        turns: At least one.
-        seconds: From the beginning to the first of them; 0 for as soon as a client is free.
+        turns: The requests, at least one.
+        seconds: Time of the first request after the start; 0 for as soon as a client is free.
     """
 
     turns: tuple[Turn, ...]
@@ -46,7 +46,7 @@ class Conversation:
 
 
 def words(count: int, seed: object) -> str:
-    """A text of ``count`` words, always the same for a seed."""
+    """A text of ``count`` random words, the same for the same seed."""
     return "".join(f" {word}" for word in random.Random(repr(seed)).choices(_WORDS, k=count))
 
 
@@ -54,12 +54,12 @@ def chats(count: int, num_turns: int, system: int, own: int, new: int, seed: int
     """``count`` requests in conversations of ``num_turns`` with one system prompt.
 
     Args:
-        count: Requests.
-        num_turns: Of each conversation; the last one may have fewer.
-        system: Words of the system prompt.
-        own: Words of each turn.
-        new: Tokens of each answer.
-        seed: Of the texts.
+        count: Number of requests.
+        num_turns: Number of turns of each conversation; the last one may have fewer.
+        system: Number of words of the system prompt.
+        own: Number of words of each turn.
+        new: Number of tokens of each answer.
+        seed: Seed of the texts.
     """
     begin, made = words(system, (seed, "system")), []
     for first in range(0, count, num_turns):
@@ -70,14 +70,14 @@ def chats(count: int, num_turns: int, system: int, own: int, new: int, seed: int
 
 
 def replay(path: Path, count: int, scale: float, speed: float, seed: int) -> list[Conversation]:
-    """The first ``count`` requests of a trace, made smaller.
+    """The first ``count`` requests of a trace, scaled down.
 
     Args:
-        path: As of ``read_trace``.
-        count: Requests.
-        scale: Lengths are divided by it.
-        speed: Times are divided by it.
-        seed: Of the texts.
+        path: As in ``read_trace``.
+        count: Number of requests.
+        scale: Divisor of lengths.
+        speed: Divisor of times.
+        seed: Seed of the texts.
 
     Raises:
         ArgumentError: as ``read_trace``.
@@ -95,12 +95,12 @@ def replay(path: Path, count: int, scale: float, speed: float, seed: int) -> lis
 
 
 def arriving(conversations: Sequence[Conversation], rate: float, seed: int) -> list[Conversation]:
-    """The same conversations, which begin at the times of a Poisson process.
+    """The same conversations, with start times of a Poisson process.
 
     Args:
-        conversations: In their order.
-        rate: How many begin in a second, on average.
-        seed: Of the times.
+        conversations: Conversations in order.
+        rate: Average number of conversations that begin per second.
+        seed: Seed of the times.
     """
     draw, seconds, made = random.Random(repr((seed, "arrivals"))), 0.0, []
     for conversation in conversations:
@@ -110,9 +110,9 @@ def arriving(conversations: Sequence[Conversation], rate: float, seed: int) -> l
 
 
 def repeated(conversations: list[Conversation]) -> float:
-    """Share of the words of all prompts, from 0 to 1, up to which an earlier prompt or answer is the same.
+    """Share of the words of all prompts, from 0 to 1, that repeat a prefix of earlier prompts and answers.
 
-    A server that keeps everything, word by word, finds so much. An answer has a word for each token.
+    A server that keeps all words finds this share. An answer counts as one word per token.
     """
     seen, num_repeated, num_words = set[int](), 0, 0
     for number, conversation in enumerate(conversations):
