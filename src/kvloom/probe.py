@@ -60,7 +60,7 @@ def probe_isas() -> dict[str, dict[str, float]]:
 
 
 def probe_prefetches() -> dict[str, dict[str, float]]:
-    """As ``probe_isas``, for ``LONG_CASES`` by the cache level into which attention prefetches.
+    """Microseconds as of ``probe_isas``, for ``LONG_CASES`` by the cache level of prefetches.
 
     Raises:
         UnsupportedError: there are no compiled kernels.

@@ -20,7 +20,8 @@ def attend_chosen(
 ) -> Tensor:
     """Attention of the last Q columns, each to its chosen columns that are visible to it.
 
-    Each query becomes a sequence with a table of its chosen slots, so the cost is that of what it reads.
+    Each query becomes a sequence with a table of its chosen slots, so the cost is proportional to the tokens
+    that it reads.
 
     Args:
         tokens: Tokens without a window, whose keys have no smoothing that depends on positions.

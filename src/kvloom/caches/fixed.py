@@ -33,16 +33,16 @@ _LARGEST: Final = 1 << 62
 class FixedLayer(Layer):
     """Keys and values of B sequences in one page of each, which never moves.
 
-    With ``format.max_tokens`` each sequence has at most as many tokens, and ``update`` returns all positions.
-    Those after the stored tokens, and evicted ones, hold finite values that the mask must hide; attention in
-    place does not read them. Without ``format.max_tokens`` a window is required, sequences have any length,
-    and ``update`` returns ``window - 1 + Q`` positions, 0 after the tokens.
+    With ``format.max_tokens`` each sequence has at most that many tokens, and ``update`` returns all
+    positions. Those after the stored tokens, and evicted ones, hold finite values that the mask must hide;
+    attention in place does not read them. Without ``format.max_tokens`` a window is required, sequences have
+    any length, and ``update`` returns ``window - 1 + Q`` positions, 0 after the tokens.
 
     The length is a tensor, so that a decode step compiles once: call ``allocate`` before the first compiled
     step. Outside ``torch.compile`` each update reads it, which waits for an accelerator.
 
     Args:
-        format: How tokens are kept.
+        format: Format of the tokens.
         window: Tokens that a token sees, itself included. ``window + rollback`` tokens are kept; token t is
             in slot t modulo that number, where it replaces one that no token sees any more. Without
             ``format.max_tokens`` the number of slots is a multiple of 16.
@@ -143,7 +143,7 @@ class FixedLayer(Layer):
 
     @property
     def nbytes_recent(self) -> int:
-        """As ``Layer.nbytes_recent``."""
+        """Bytes of the residual window."""
         return 0 if self._recent is None else self._recent.ring.nbytes
 
     def nbytes_for(self, key: Tensor, value: Tensor) -> int:
@@ -181,7 +181,7 @@ class FixedLayer(Layer):
         Call it before the first compiled ``append`` or, with ``is_gathered``, ``update``.
 
         Raises:
-            OutOfPages: there is too little memory; what was there stays.
+            OutOfPages: there is too little memory; the old memory is kept.
         """
         self._expect_tokens(key, value)
         try:
@@ -232,7 +232,7 @@ class FixedLayer(Layer):
     def _extend(
         self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result], *, is_gathered: bool
     ) -> _Result:
-        """Store new tokens and return ``read`` of what their attention reads; if it raises, undo that.
+        """Store new tokens and return ``read`` of the tokens that attention reads; if it raises, undo that.
 
         If these are the first tokens, the memory is freed, too: the next ones may have other shapes.
         """
@@ -320,7 +320,7 @@ class FixedLayer(Layer):
         self._truncate(0)
 
     def _select(self, rows: Sequence[int]) -> None:
-        """As ``select``; the memory is kept if the number of sequences is the same."""
+        """Select sequences; the memory is kept if their number does not change."""
         if len(rows) != self.size:
             self._hold_rows(rows)
             return

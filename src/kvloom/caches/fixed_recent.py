@@ -84,7 +84,7 @@ class FixedRecent:
 
     Args:
         num_newest: R.
-        num_tokens: Tokens to keep of the R: as many as later queries can see.
+        num_tokens: Number of these tokens that later queries can see, and that are kept.
         max_tokens: Tokens that a sequence can have; ``None`` for any number.
         ring: Ring of C slots that keeps them.
         known: The first valid position: tokens before it are not in the ring.

@@ -26,7 +26,7 @@ class SlidingWindowLayer(PagedLayer):
     """Sliding window of tokens in pages, where each token sees ``window`` tokens, itself included.
 
     Between updates the last ``window - 1 + rollback`` tokens are held, in storage of hardly more than twice
-    as many, also after a long prefill.
+    that size, even after a long prefill.
 
     Args:
         window: Tokens that a token sees, itself included.
@@ -80,9 +80,9 @@ class StaticLayer(FixedLayer):
 class StaticSlidingWindowLayer(FixedLayer):
     """Sliding window of tokens in fixed storage: each token sees ``window`` tokens, itself included.
 
-    Storage has slots for ``window + rollback`` tokens, in a multiple of 16. ``update`` returns ``window - 1 +
-    Q`` tokens. In a text shorter than the window those after the new tokens are 0; the mask must hide them,
-    as any causal one does. ``keys`` has ``window - 1 + rollback`` tokens, at least one.
+    Storage has slots for ``window + rollback`` tokens, in a multiple of 16. ``update`` returns
+    ``window - 1 + Q`` tokens. In a text shorter than the window, those after the new tokens are 0; the mask
+    must hide them, as any causal one does. ``keys`` has ``window - 1 + rollback`` tokens, at least one.
 
     Args:
         window: Tokens that a token sees, itself included.

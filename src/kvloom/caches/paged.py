@@ -36,7 +36,7 @@ class PagedLayer(Layer):
     tokens move O(n) bytes in all. Rows and forks share pages, copy-on-write.
 
     Args:
-        format: How tokens are kept.
+        format: Format of the tokens.
         sequences: Sequences that the layers of a cache share; ``None`` for new ones of this layer alone.
         index: Number of this layer among those that share ``sequences``.
 
@@ -44,7 +44,7 @@ class PagedLayer(Layer):
         num_removed: Difference between tokens seen and tokens held, after ``keys`` and ``values`` of another
             length were assigned; negative if longer ones were.
         groups: Groups of the layers of its cache: layers with the same number of tokens share sequences.
-        is_indexed: Whether its tokens have index keys; then only as many tokens can be assigned.
+        is_indexed: Whether its tokens have index keys; then the number of tokens cannot change by assignment.
     """
 
     sequences: Sequences
@@ -79,7 +79,7 @@ class PagedLayer(Layer):
         return self.sequences.storages.get(self.index)
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Layer.update``."""
+        """Store new tokens, as ``Layer.update``."""
         tokens = self._append_at_once(key, value)
         if tokens is None:
             return super().update(key, value)
@@ -88,7 +88,7 @@ class PagedLayer(Layer):
         return result
 
     def append(self, key: Tensor, value: Tensor) -> Tokens:
-        """As ``Layer.append``."""
+        """Store new tokens, as ``Layer.append``."""
         tokens = self._append_at_once(key, value)
         if tokens is None:
             return super().append(key, value)
@@ -313,7 +313,7 @@ class PagedLayer(Layer):
 
     @property
     def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
-        """As of ``Layer``; if other sequences share the storage, the dtype of their tokens."""
+        """Accepted dtypes; if other sequences share the storage, the dtype of their tokens."""
         storage = self.storage
         if self.dtype is None and storage and self.format.dtype is None:
             return storage.specs[0].dtype

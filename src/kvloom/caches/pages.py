@@ -61,13 +61,13 @@ class Pages:
     sequence of the first batch.
 
     Args:
-        format: How tokens are kept.
+        format: Format of the tokens.
         is_kept: Whether all ``max_tokens`` are allocated at once and never freed, since pages that no table
             holds can be found again.
         policy: Eviction policy for these pages, as of ``PagePool``.
 
     Attributes:
-        needs_positions: Whether a layer stores keys that depend on where they stand in their text.
+        needs_positions: Whether a layer stores keys that depend on their positions in the text.
         residual: Pages of the residual window, unquantized, of the layers that keep codes; ``None`` without
             one.
     """
@@ -156,7 +156,7 @@ class Pages:
 
         Raises:
             OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
-            Exception: whatever an allocation raises; every table and token is as it was.
+            Exception: any error of an allocation; tables and tokens are unchanged.
         """
         grown = list(zip(tables, num_tokens, strict=True))
         if all(count >= 0 and table.has_room(count) for table, count in grown):
@@ -176,13 +176,13 @@ class Pages:
         """Keep the pages of each table contiguous as it gets ``num_tokens`` more tokens, if possible.
 
         Extents grow to twice the pages of the tables. Then the tables move to the front of new tensors, once
-        for as many new tokens as they hold. Tensors that were read before do not change.
+        for every n new tokens if they hold n. Tensors that were read before do not change.
 
         Returns:
             Whether the tables have other pages now.
 
         Raises:
-            Exception: whatever an allocation raises; every table and token is as it was.
+            Exception: any error of an allocation; tables and tokens are unchanged.
         """
         num_pages, missing = tables[0].num_pages, tables[0].num_missing(num_tokens)
         if all(len(self.pool.next_free(table.pages[-1].id, missing)) == missing for table in tables):

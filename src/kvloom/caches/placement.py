@@ -37,9 +37,9 @@ class Placement:
         window: Tokens that a token sees, itself included; ``None`` for all.
         is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` has the first
             valid column.
-        is_exact: For each sequence of a residual window, whether all its tokens found there what they should
-            read.
-        previous: The sequences as they were before the step, if its tokens alone fill the window.
+        is_exact: For each sequence of a residual window, whether it had every token that was to be read from
+            it.
+        previous: The state before the step, if the step's tokens alone fill the window.
         begins: Position of the first token of each sequence; after the last one if it has not begun.
         num_positions: Positions so far, those included that the window has evicted.
         step: The step of the last tokens.
@@ -61,7 +61,7 @@ class Placement:
 
     @property
     def format(self) -> CacheFormat:
-        """How tokens are kept."""
+        """Format of the tokens."""
         return self.pages.format
 
     @property
@@ -91,7 +91,7 @@ class Placement:
             start: As above.
             end: As above.
             storage: The tensors.
-            num_new: Number of the last positions that are queries. Attention needs as many tokens in each
+            num_new: Number of the last positions that are queries. Attention needs this many tokens in each
                 sequence, so one that begins among them has placeholder pages in front.
         """
         stride, device, size = storage.stride, storage.device, self.format.page_size

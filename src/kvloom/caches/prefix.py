@@ -206,7 +206,7 @@ class PrefixCache:
         return sequence
 
     def extend(self, sequence: PrefixSequence, tokens: Iterable[int]) -> None:
-        """Add tokens whose keys and values come next."""
+        """Add pending tokens."""
         self._expect_live(sequence)
         sequence.tokens += tokens
 
@@ -275,7 +275,7 @@ class PrefixCache:
 
         Raises:
             ArgumentError: the queries are not the same number for each sequence, or more than it has tokens.
-            StateError: they would see what a window has passed.
+            StateError: they would see tokens that a window has passed.
         """
         expect_range("layer", layer, 0, len(self.windows))
         for sequence in sequences:

@@ -77,7 +77,7 @@ class Prefixes:
                 there.
 
         Returns:
-            Number of columns, and the result of ``hold`` for each row: tables of as many tokens less its
+            Number of columns, and the result of ``hold`` for each row: tables of that number minus its
             ``begins``; the last page may be partly filled.
         """
         held, requests, events = [], [], self.main.pages.pool.events
@@ -125,7 +125,7 @@ class Prefixes:
     def look_up(
         self, tokens: Sequence[int], scope: str, salt: str | None = None, num_tokens: int | None = None
     ) -> list[list[PageRef]]:
-        """Retain the pages of the longest complete prefix; read from stores what a longer one needs.
+        """Retain the pages of the longest complete prefix; read missing pages of a longer one from stores.
 
         Args:
             tokens: Token ids from the start of the text, all of which may be found.

@@ -22,8 +22,8 @@ class Sequences(Placement):
     """B sequences that share pages.
 
     With a ``window``, pages that no later token can see are released at the next step. When the new tokens
-    alone fill the window, only the last of them get pages; until the next step ``previous`` has the sequences
-    as they were before.
+    alone fill the window, only the last of them get pages; until the next step ``previous`` has the state
+    before.
 
     Args:
         pages: Pages and tensors that hold the tokens; a ``CacheFormat`` makes new ones.
@@ -107,7 +107,7 @@ class Sequences(Placement):
         Raises:
             ShapeError: there is another number of sequences; nothing was changed.
             OutOfPages: ``format.max_tokens`` is reached; no token was lost.
-            Exception: whatever an allocation raises; no token was lost.
+            Exception: any error of an allocation; no token was lost.
         """
         if self._tables and len(self._tables) != batch:
             raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
@@ -181,7 +181,7 @@ class Sequences(Placement):
     def remove(self, counts: Sequence[int]) -> None:
         """Remove the last ``counts[b]`` tokens of each sequence, at most all, and align their ends.
 
-        Padded sequences keep their padding if as many positions are removed from each.
+        Padded sequences keep their padding if all ``counts`` are equal.
 
         Raises:
             StateError: as ``expect_removable``; nothing was changed.

@@ -301,7 +301,7 @@ class Storage:
 def _allocate_side(
     spec: KVSpec, num_slots: int, block_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``spec.empty``."""
+    """Allocate cache and scale of one side, zeroed, as ``spec.empty``."""
     cache, *scale = (zeros(*x, device) for x in spec.tensors(num_slots, block_size))
     return cache, scale[0] if scale else None
 

@@ -27,8 +27,8 @@ def expect(
 ) -> dict[str, int]:
     """Check ``x`` against ``axes`` ("T H D") and return all sizes seen so far.
 
-    Pass the result to the next check, so that a letter means one number across arguments: ``s = expect("key",
-    key, "T H D", H=8); expect("value", value, "T H D", **s)``.
+    Pass the result to the next check, so that a letter means one number across arguments:
+    ``s = expect("key", key, "T H D", H=8); expect("value", value, "T H D", **s)``.
 
     Raises:
         ShapeError: ``x`` is no tensor, or has another rank, size, dtype or device.

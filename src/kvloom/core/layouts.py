@@ -40,10 +40,10 @@ _Order: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 class CacheLayout:
     """A named order of the axes of a cache tensor, for example ``CacheLayout("L 2 T H D")``.
 
-    Axes stand in the order of the tensor's dimensions, separated by spaces. ``D/16`` and ``D%16`` are the
-    outer and inner part of an axis that is split into chunks of 16; ``(H D/16)`` is one dimension that holds
-    two axes, the second varying faster. ``L`` and ``2`` may be left out: the tensor then holds one layer, or
-    keys (or values) only.
+    Axes are in the order of the tensor's dimensions, separated by spaces. ``D/16`` and ``D%16`` are the outer
+    and inner part of an axis that is split into chunks of 16; ``(H D/16)`` is one dimension that holds two
+    axes, the second varying faster. ``L`` and ``2`` may be left out: the tensor then holds one layer, or keys
+    (or values) only.
 
     Raises:
         ConfigError: ``axes`` does not name H, D and either T or B and S once each.
@@ -53,7 +53,7 @@ class CacheLayout:
     dims: tuple[tuple[Term, ...], ...] = field(init=False, repr=False, compare=False)
     """Terms of each dimension of the tensor."""
     names: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Letters of this layout."""
+    """Names of the axes of this layout."""
     _order: _Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ def _is_in_scale(term: Term) -> bool:
 
 
 def _read(axes: str) -> tuple[tuple[tuple[Term, ...], ...], frozenset[str], _Order]:
-    """Terms of each dimension, their letters, and their canonical order."""
+    """Parse axes: terms of each dimension, names of axes, and canonical order."""
     dims = _parse(axes)
     terms = [term for dim in dims for term in dim]
     place = {(term.axis, term.part): i for i, term in enumerate(terms)}

@@ -82,7 +82,7 @@ def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
 
 
 def _count(low: int = 0) -> tuple[str, Callable[[str], int | None]]:
-    """As ``_one_of``, for a number of at least ``low``."""
+    """Description and parser, as of ``_one_of``, for a number of at least ``low``."""
 
     def read(text: str) -> int | None:
         is_number = text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text

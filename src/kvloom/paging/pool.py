@@ -45,7 +45,7 @@ class PagePool:
     """Pages with reference counts; each page is in exactly one of three states.
 
     =========  =====  ========================================================================
-    state      count  what it holds
+    state      count  content
     =========  =====  ========================================================================
     free       0      nothing
     active     > 0    tokens of its holders; read-only once it is sealed

@@ -22,9 +22,9 @@ share       held by the request once more
 copy        source and target
 seal        found by their tokens from now on          ``nodes``
 release     that the request holds once less
-evict       that nobody held, for the request
+evict       idle, to make room for the request
 damage                                                 ``name`` of a stored run and ``reason``
-states                                                 recurrent states behind the last of each of some
+states                                                 recurrent states after the last of each of some
                                                        texts, ``nodes``: ``what`` became of them, ``kept``,
                                                        ``read``, ``found`` or ``evicted``
 name                                                   ``name`` of the request

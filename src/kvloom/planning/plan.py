@@ -227,7 +227,7 @@ def _held(context: int, window: int | None, page_size: int, is_peak: bool) -> tu
 
 
 def _in_window(sequences: Sequences, context: int, is_peak: bool) -> tuple[int, int]:
-    """As ``_held``, for empty sequences with a window."""
+    """Pages and tokens as of ``_held``, for empty sequences with a window."""
     longest = (sequences.window or 0) + sequences.rollback + sequences.format.page_size - 2
     sequences.reserve(1, min(context, longest) if is_peak else context)
     return sequences.pages.pool.num_pages, sequences.tables[0].num_tokens

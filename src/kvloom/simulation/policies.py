@@ -74,7 +74,7 @@ class Ranked(Policy):
         heappush(self._heap, (rank, block))
 
     def use(self, blocks: Iterable[int]) -> None:
-        """As ``Policy.use``; evicts after all blocks of the request have been used."""
+        """Use blocks, as ``Policy.use``; evicts after all blocks of the request have been used."""
         super().use(blocks)
         while len(self._ranks) > self._capacity:
             rank, last = heappop(self._heap)

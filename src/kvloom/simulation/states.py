@@ -112,7 +112,7 @@ class StatefulPool:
     ) -> None:
         self._page_size, self._step = page_size, interval // page_size
         self._pages, self._states = PagePool(num_pages, policy), PagePool(num_states)
-        self._tree = PrefixTree(self._pages, 1)  # the id of a page stands for its tokens
+        self._tree = PrefixTree(self._pages, 1)  # page ids are used as tokens
         self._states_tree = PrefixTree(self._states, 1, window=0)
         self._below = below
         self.num_written = self.num_read = 0

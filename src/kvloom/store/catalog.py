@@ -42,7 +42,7 @@ class Store(Protocol):
         """Backend with the store's objects."""
 
     def attempt(self, way: str, call: Callable[[], bool], default: bool, folder: str = "") -> bool:
-        """Result of a call, or ``default`` if the store fails or lacks permission in this folder."""
+        """Result of a call, or ``default`` if the store fails or denies it in this folder."""
 
     def agrees(self, folder: str) -> bool:
         """Whether a folder is used."""

@@ -6,7 +6,7 @@ from typing import Final
 
 
 class Kind(Enum):
-    """Kinds of objects, told by their names."""
+    """Kinds of objects, identified by their names."""
 
     RUN = "run"
     """Pages, in the folder of their fingerprint."""

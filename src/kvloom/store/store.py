@@ -43,7 +43,7 @@ class KVStore:
         keep_text: Whether token ids are written. Without them a run has only digests of its text, by which it
             is found and checked.
         read: ``"cheaper"`` reads a prefix if that takes less than half of computing it, ``"always"`` always.
-        timeout: Seconds after which one request to a remote store gives up.
+        timeout: Timeout of one request to a remote store, in seconds.
         max_queued: Maximum bytes that wait to be written; pages beyond it are not written.
         max_wait: Maximum seconds that a look-up waits for stores. ``None``: a fortieth of the time to compute
             the prefix, at least 20 ms, with at most a tenth of the computing time for a listing; or up to the

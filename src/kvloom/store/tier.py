@@ -55,7 +55,7 @@ class Tier:
 
     Args:
         url: URL of the store.
-        timeout: Seconds after which one request gives up.
+        timeout: Timeout of one request, in seconds.
         max_bytes: Bytes that it may hold; the least recently used runs are evicted first, and later ones
             of a text before earlier ones.
         max_age: Seconds after which a run that is not used is evicted.

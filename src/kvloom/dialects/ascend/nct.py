@@ -1,7 +1,7 @@
 """Nct: new tokens anywhere in the storage of ``key`` and ``value``, by a stride and an offset.
 
-``key`` has the shape ``[T, H, D]`` and the start; token t is the ``H * D`` elements from ``offset + t *
-stride`` on.
+``key`` has the shape ``[T, H, D]`` and the start; token t is the ``H * D`` elements from
+``offset + t * stride`` on.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """ScatterPaKvCache: write new keys and values to a paged cache, whole or compressed head by head.
 
 ========  ==========  =============================  =================================================
-scenario  cache_mode  scatter_mode                   where a token goes
+scenario  cache_mode  scatter_mode                   slot of a token
 ========  ==========  =============================  =================================================
 1         PA_NZ       None                           ``slot_mapping[token]``
 2         Norm        None, Nct                      ``slot_mapping[token]``
@@ -75,7 +75,7 @@ def scatter_pa_kv_cache(
         seq_lens: ``[B]``, real lengths. They sum to T where ``key`` is 3-D.
         cache_mode: ``"Norm"`` or ``"PA_NZ"``.
         scatter_mode: ``"None"``, ``"Nct"``, ``"Alibi"``, ``"Rope"``, ``"Omni"`` or ``"NHSD"``.
-        strides: Nct: elements between tokens of key and of value, in the memory behind them.
+        strides: Nct: elements between tokens of key and of value, in their storage.
         offsets: Nct: elements from the first of the tensor to token 0, for key and for value.
 
     Raises:

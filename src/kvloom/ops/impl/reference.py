@@ -1,8 +1,9 @@
 """Reference backend: plain torch on any device, and the specification of the other backends.
 
 Shapes: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions;
-G query heads and F coefficients of a positional bias, K cosines and K sines. Caches are canonical views ``[B,
-S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading them needs no synchronization.
+G query heads and F coefficients of a positional bias, K cosines and K sines. Caches are canonical views
+``[B, S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading them needs no
+synchronization.
 """
 
 from collections.abc import Sequence

@@ -83,7 +83,7 @@ def connect(url: str, timeout: float, mode: int = 0o600, create: bool = True) ->
 
     Args:
         url: Such as ``"file:///var/cache/kvloom"``, ``"s3://bucket/folder"`` or ``"redis://host:6379/0"``.
-        timeout: Seconds after which one request gives up.
+        timeout: Timeout of one request, in seconds.
         mode: Permissions of files in a local folder.
         create: Whether to make a missing local folder.
 

@@ -20,7 +20,7 @@ class Objects:
 
     Args:
         url: ``s3://bucket/folder``, ``gs://bucket/folder`` or ``az://account/container/folder``.
-        timeout: Seconds after which one request gives up.
+        timeout: Timeout of one request, in seconds.
     """
 
     def __init__(self, url: str, timeout: float) -> None:

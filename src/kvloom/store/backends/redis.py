@@ -22,7 +22,7 @@ class Redis:
 
     Args:
         url: ``redis://user:password@host:port/database``, or ``rediss`` for TLS.
-        timeout: Seconds after which one request gives up.
+        timeout: Timeout of one request, in seconds.
     """
 
     def __init__(self, url: str, timeout: float) -> None:

@@ -92,7 +92,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         return states
 
     def _may_begin(self) -> Iterator[Any]:
-        """Waiting requests that wait for pages, and not for a store."""
+        """Requests that wait for pages, and not for a store."""
         reads = self.cache.prefixes.reads
         return (x for x in self.waiting_requests.values() if reads is None or reads.is_done(x.request_id))
 

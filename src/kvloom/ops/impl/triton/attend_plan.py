@@ -1,9 +1,7 @@
 """Plan of one call of attend, made on the device: items of work. The host needs only shapes.
 
 An item is a tile of query rows of one sequence, by a span of its stored tokens, called a run. Rows are query
-heads of new tokens: row r of a key/value head is its query head ``r % R`` of new token ``r
-
-R``.
+heads of new tokens: row r of a key/value head is its query head ``r % R`` of new token ``r // R``.
 
 * A sequence with at most ``FEW`` new tokens is *split*: the tokens that it sees are cut into at most
   ``MAX_SPLITS`` runs of equal length, each an item, and the partial results are merged in order.

@@ -4,8 +4,9 @@ A row keeps the largest score so far, the sum of its weights and the weighted va
 rescales them when a larger score comes. Codes stay integers in the products if that is exact: the scale of a
 group of keys multiplies scores, that of values multiplies weights.
 
-Shapes: M rows of a tile, N tokens of a tile. Stored elements of a head vector are read in chunks ``[N,
-width]``. If a byte has several codes, a chunk has as many planes: for two codes the even and the odd numbers.
+Shapes: M rows of a tile, N tokens of a tile. Stored elements of a head vector are read in chunks
+``[N, width]``. If a byte has several codes, a chunk has one plane for each: for two codes the even and the
+odd numbers.
 """
 
 import triton

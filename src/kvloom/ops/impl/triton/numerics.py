@@ -158,7 +158,7 @@ def number_in(stored, plane: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def number_as(stored, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """As ``number_in``, in ``dtype``, which has 16 bits if codes of 4 or 8 bits are in int16.
+    """Number as of ``number_in``, in ``dtype``, which has 16 bits if codes of 4 or 8 bits are in int16.
 
     Such codes become the last bits of a number of ``dtype``, from which an offset is subtracted, exactly and
     without an integer conversion: 1024 in float16, with 10 mantissa bits; in bfloat16, with 7 bits, 128, or

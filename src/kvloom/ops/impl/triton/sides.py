@@ -98,7 +98,7 @@ def elements_of(group, FORM: tl.constexpr):
 
 @triton.jit
 def numbers_of(group, FORM: tl.constexpr):
-    """As ``elements_of``, for the numbers ``[rows, width * per_element]`` in the elements."""
+    """Numbers in the elements, ``[rows, width * per_element]``, and their mask, as ``elements_of``."""
     WIDTH: tl.constexpr = FORM.width * FORM.per_element
     within = tl.arange(0, WIDTH)[None, :]
     return group * (FORM.group * FORM.per_element) + within, within < FORM.group * FORM.per_element
