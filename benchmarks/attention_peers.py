@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from llama_peer import GGML_TYPES, llama
 from problem import KINDS, TOLERANCE, Problem, Run, difference
 from rounds import all_cores
 from runtime_peers import OPENVINO_KINDS, onnxruntime, openvino, vllm
@@ -69,6 +70,7 @@ PEERS = (
         ("float32", "float16", "int8 g64", "int4 g64"),
     ),
     Peer("OpenVINO", ("openvino",), openvino, tuple(OPENVINO_KINDS)),
+    Peer("llama.cpp", ("llama_cpp",), llama, tuple(GGML_TYPES)),
 )
 VLLM = Peer("vLLM", ("vllm",), vllm, ("float32", "bfloat16", "float16"))
 """In an environment of its own: it pins what the others need newer."""

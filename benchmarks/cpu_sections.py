@@ -66,7 +66,8 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
         f"A decode step of one layer: {layer(result)}, threads: {result['threads']}. By kind of cache, "
         "sequences and tokens of context, medians of rounds. Queries over codes are bfloat16. torch and "
         "zentorch have no cache of codes and read bfloat16 there; both take the query heads of a group for "
-        "new tokens, but for the column `enable_gqa`. Empty where a peer has no such cache."
+        "new tokens, but for the column `enable_gqa`. llama.cpp's codes are q8_0 and q4_0, in groups of 32. "
+        "Empty where a peer has no such cache."
         f"{left_out(result)}",
         "Share of the speed of a read of the bytes that kvloom stores, one after the other. *Read of its "
         "pages*: the same bytes page by page in random order, and nothing computed.",

@@ -291,10 +291,15 @@ def test_attention_on_the_cpu_is_timed_beside_memory_and_peers(quick: Callable[.
 def test_peers_that_are_not_installed_are_named(
     quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("onnxruntime", "openvino", "zentorch"):
+    for module in ("onnxruntime", "openvino", "zentorch", "llama_cpp"):
         monkeypatch.setitem(sys.modules, module, None)
     result = quick("attend_cpu", "--threads", "1", "--kinds", "float32")
-    assert [x.split(":")[0] for x in result["missing"]] == ["zentorch", "ONNX Runtime", "OpenVINO"]
+    assert [x.split(":")[0] for x in result["missing"]] == [
+        "zentorch",
+        "ONNX Runtime",
+        "OpenVINO",
+        "llama.cpp",
+    ]
     assert result["rows"][0]["peer_over_ours"].keys() == {"torch", "torch, enable_gqa"}
 
 
