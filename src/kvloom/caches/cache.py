@@ -27,15 +27,15 @@ from kvloom.errors import ArgumentError, ShapeError, StateError
 class Cache:
     """Keys and values of all layers of a model.
 
-    Layers in pages may share sequences, by which rows and lengths are changed once for all of them.
+    Layers in pages may share sequences; then rows and lengths are changed once for all of them.
 
     Args:
-        layers: One for each attention layer, of any kinds.
-        make_layer: Makes the layer behind ``layers`` when ``update`` first names it; ``None`` to refuse that.
+        layers: One layer of any kind for each attention layer of the model.
+        make_layer: Makes the layer after ``layers`` when ``update`` first names it; ``None`` to refuse that.
 
     Attributes:
-        is_inconsistent: Whether a change of rows or lengths broke off between two layers. Only ``reset``
-            helps.
+        is_inconsistent: Whether a change of rows or lengths broke off between two layers; call ``reset``
+            then.
     """
 
     def __init__(self, layers: Iterable[Layer] = (), make_layer: Callable[[], Layer] | None = None) -> None:
@@ -47,7 +47,7 @@ class Cache:
 
     @classmethod
     def dynamic(cls, num_layers: int | None = None) -> "Cache":
-        """Layers that grow; ``num_layers`` of them, or as many as are updated if ``None``."""
+        """Layers that grow; ``num_layers`` of them, or one for each that is updated if ``None``."""
         return cls._of(DynamicLayer, num_layers)
 
     @classmethod
@@ -64,7 +64,7 @@ class Cache:
         values: str | None = None,
         num_layers: int | None = None,
     ) -> "Cache":
-        """Layers of 8-bit or 4-bit codes, arguments as ``QuantizedLayer``."""
+        """Layers of codes of 8, 4 or 2 bits, arguments as ``QuantizedLayer``."""
         QuantizedLayer(kv, recent, values)  # refuses bad arguments now
         return cls._of(partial(QuantizedLayer, kv, recent, values), num_layers)
 
@@ -95,21 +95,21 @@ class Cache:
         layer_idx: int,
         cache_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Store new tokens in a layer and return what their attention reads there.
+        """Store new tokens in a layer and return the keys and values that their attention reads there.
 
         Args:
             key_states: ``[B, H, Q, Dk]``.
             value_states: ``[B, H, Q, Dv]``.
-            layer_idx: The layer; in a cache that makes its layers, one that is there or the next one.
+            layer_idx: Number of the layer; in a cache that makes its layers, of an existing one or the next.
             cache_kwargs: ``cache_position``, ``[Q]`` int64 or int32, must be the positions of the new tokens
-                (its values are read on the CPU only, or in ``kvloom.core.checks.debug()``); other keys are
-                for caches that need them.
+                (its values are read on the CPU only, or in ``kvloom.core.checks.debug()``); other entries are
+                ignored.
 
         Returns:
             ``(keys, values)`` as ``Layer.update``.
 
         Raises:
-            ArgumentError: there is no such layer, or ``cache_position`` differs from what follows the stored
+            ArgumentError: there is no such layer, or ``cache_position`` is not the positions after the stored
                 tokens; nothing was written.
             ShapeError, StateError: as ``Layer.update``; nothing was written.
         """
@@ -130,11 +130,11 @@ class Cache:
         return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
 
     def get_max_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer takes, -1 for no bound."""
+        """Largest number of tokens of a layer, -1 for no bound."""
         return self._layer(layer_idx).get_max_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int | Tensor]:
-        """Columns that ``update`` of ``query_length`` tokens will return, and the position of the first."""
+        """Number of columns that ``update`` of ``query_length`` tokens returns, and position of the first."""
         self.expect_consistent()
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
@@ -151,14 +151,14 @@ class Cache:
         return torch.arange(query_length, device=where) + length
 
     def attention_mask(self, padding_mask: Tensor, query_length: int) -> Tensor:
-        """The mask of past and new tokens, of which the last ones are no padding.
+        """Mask of stored and new tokens: ``padding_mask``, then ones.
 
         Args:
-            padding_mask: ``[B, M]``, 0 where a token is padding; the mask of the prompt serves every step.
+            padding_mask: ``[B, M]``, 0 where a token is padding; every step can pass the mask of the prompt.
             query_length: Q.
 
         Returns:
-            ``[B, n + Q]``, ``padding_mask`` and ones behind it, in its dtype.
+            ``[B, n + Q]`` in the dtype of ``padding_mask``; n is ``get_seq_length()``.
 
         Raises:
             ShapeError: ``padding_mask`` has another rank or more than n + Q columns.
@@ -184,19 +184,19 @@ class Cache:
 
     @property
     def sequences(self) -> list[Sequences]:
-        """Those of the layers in pages: of each window and each number of tokens that layers have lost."""
+        """Sequences of the layers in pages, one for each window and number of removed tokens."""
         if self._groups.num_changes != self._num_changes:
             self._find_groups()
         return self._sequences
 
     @property
     def lengths(self) -> set[int]:
-        """Tokens that layers in pages have seen, those of a forward included that broke off."""
+        """Numbers of tokens that layers in pages have seen, also in a forward that broke off."""
         return {x.num_positions + self._removed[x] for x in self.sequences}
 
     @property
     def num_removed(self) -> list[int]:
-        """Tokens that layers of each of ``sequences`` have seen and no longer hold."""
+        """For each of ``sequences``, the number of tokens that its layers have seen and no longer hold."""
         return [self._removed[x] for x in self.sequences]
 
     @property
@@ -216,7 +216,7 @@ class Cache:
 
     @contextmanager
     def reserving(self, layer: PagedLayer, rows: int, end: int) -> Iterator[None]:
-        """Room for the first ``end`` tokens of ``layer`` in the pages of all layers, or in none.
+        """Reserve pages for the first ``end`` tokens of ``layer`` in all layers, or in none.
 
         Raises:
             OutOfPages: as ``Sequences.reserve``; nothing was changed.
@@ -228,7 +228,7 @@ class Cache:
             yield
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make sequence i what sequence ``beam_idx[i]`` was, in every layer."""
+        """Replace sequence i by sequence ``beam_idx[i]``, in every layer."""
         self._choose(reordered, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -244,7 +244,7 @@ class Cache:
 
         Raises:
             ArgumentError: ``num_tokens`` is no int.
-            StateError: a sliding layer no longer holds what later tokens would see; nothing was changed.
+            StateError: a sliding layer has evicted tokens that later ones would see; nothing was changed.
         """
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
             raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
@@ -256,7 +256,7 @@ class Cache:
         self.make(self.change_of_length(keep, longest))
 
     def change_of_rows(self, rows: Sequence[int]) -> Change:
-        """The change that makes sequence i what sequence ``rows[i]`` was.
+        """Plan a change that replaces sequence i by sequence ``rows[i]``.
 
         Raises:
             StateError: layers cannot be changed now.
@@ -273,18 +273,19 @@ class Cache:
     def change_of_length(
         self, keep: Callable[[int], int], longest: int, counts: Sequence[int] | None = None
     ) -> Change:
-        """The change that removes the last tokens.
+        """Plan a change that removes the last tokens.
 
         Args:
-            keep: From a number of tokens to those of them that remain.
-            longest: Tokens of the longest layer, those included that a forward had begun when it broke off.
-            counts: Tokens that each row loses, if rows lose different numbers; layers are in pages then.
+            keep: Function from a number of tokens to the number that remains.
+            longest: Number of tokens of the longest layer, also in a forward that broke off.
+            counts: Number of tokens that each row loses, if they differ; all layers are then in pages.
 
         Raises:
-            StateError: layers cannot be changed now, or later tokens would see what a window has evicted.
+            StateError: layers cannot be changed now, or later tokens would see tokens that a window has
+                evicted.
         """
         self.expect_consistent()
-        # Of what each group would have, had no forward broken off.
+        # Each group keeps tokens of those that it would have if no forward had broken off.
         kept = {x: keep(longest - self._removed[x]) for x in self.sequences}
         most = max(kept.values(), default=0)
         layers, removals, shortenings = list[Any](), list[Any](), list[Any]()
@@ -309,8 +310,7 @@ class Cache:
 
         Args:
             change: The change, planned since the last other one.
-            others: Changes of what belongs to the tokens and is kept elsewhere. One that raises may be half
-                made.
+            others: Changes of other states of the tokens, kept elsewhere. One that raises may be half made.
         """
         for i, step in enumerate((*change.layers, *others)):
             self.is_inconsistent = i > 0 or i >= len(change.layers)  # if this one raises
@@ -320,11 +320,11 @@ class Cache:
         self.is_inconsistent = False
 
     def forks(self) -> dict[Sequences | None, Sequences | None]:
-        """A fork of each of ``sequences``, for forks of the layers that share them."""
+        """Fork each of ``sequences``, for forks of the layers that share them."""
         return {sequences: sequences.fork() for sequences in self.sequences}
 
     def fork(self) -> "Cache":
-        """Another cache of the same tokens; neither sees what the other stores.
+        """Another cache of the same tokens; tokens that one stores are not seen by the other.
 
         Layers that grow share their pages until one is written; fixed layers are copied.
         """
@@ -339,7 +339,7 @@ class Cache:
         self.regroup()
 
     def regroup(self) -> None:
-        """Let layers share sequences as at the beginning, after each of them was reset."""
+        """Let layers share sequences again, after each of them was reset."""
         whole, numbers = [layer for layer in self._paged if layer.window is None], set[int]()
         for layer in whole:
             first = whole[0].sequences
@@ -365,7 +365,7 @@ class Cache:
         for layer in self._paged:
             layer.groups = self._groups
         self._removed = {layer.sequences: layer.num_removed for layer in self._paged}
-        # Those of full attention come first: they take the most pages, so they are the first to have too few.
+        # Groups of full attention first: they need the most pages, so a lack of pages shows at once.
         self._sequences = sorted(self._removed, key=lambda sequences: sequences.window is not None)
         self._num_changes = self._groups.num_changes
 
@@ -375,12 +375,12 @@ class Cache:
             self.make(self.change_of_rows(rows_of(given, self.num_rows)))
 
     def _shorten(self, layer: PagedLayer, num_removed: int) -> None:
-        """Let a layer know how many tokens its sequences have now."""
+        """Set the numbers of tokens of a layer to those of its sequences."""
         layer.truncate(min(layer.num_tokens, layer.sequences.num_positions))
         layer.num_removed = num_removed
 
     def _layer(self, layer_idx: int) -> Layer:
-        """A layer, or one like it would be before its first update."""
+        """Layer ``layer_idx``, or an empty one in its place if ``update`` is still to make it."""
         expect_range("layer_idx", layer_idx, 0, None if self._make_layer else len(self.layers))
         if layer_idx < len(self.layers) or self._make_layer is None:
             return self.layers[layer_idx]
@@ -388,7 +388,7 @@ class Cache:
 
 
 def _expect_position(position: Tensor, layer: Layer, num_new: int) -> None:
-    """Check that ``position`` is where ``layer`` will put ``num_new`` tokens."""
+    """Check that ``position`` has the positions of the next ``num_new`` tokens of ``layer``."""
     expect("cache_position", position, "Q", dtype=INDEX_DTYPES, Q=num_new)
     if can_read(position):
         start = int(layer.get_seq_length())

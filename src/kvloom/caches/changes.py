@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 
 class Change(NamedTuple):
-    """What a change does, in order.
+    """Steps of a change, in order.
 
     Attributes:
-        layers: Changes of layers with memory of their own. One that raises leaves its layer as it was.
+        layers: Changes of layers with memory of their own. One that raises leaves its layer unchanged.
         tables: Changes of page tables and of numbers of tokens, which cannot fail.
     """
 

@@ -1,8 +1,8 @@
-"""Groups of the layers of one cache: those that hold the same number of tokens share sequences.
+"""Groups of layers of one cache: layers that hold the same number of tokens share sequences.
 
-A layer leaves its group when another number of tokens is assigned to it, as when some of them are evicted.
-It joins the group of that number, or begins one, whose pages are the group's alone: a page has room in every
-layer of its pool, so among the pages of the other layers a short layer would take as much as a long one.
+A layer leaves its group when another number of tokens is assigned to it, for example after some were evicted.
+It joins the group of that number, or begins one with a pool of its own: a page takes memory in every layer of
+its pool, so in the pool of the other layers a short layer would take as much as a long one.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from kvloom.caches.sequences import Sequences
 
 
 class Groups:
-    """The groups that layers of one cache have begun.
+    """Groups that layers of one cache have begun.
 
     Attributes:
-        num_changes: How often a layer went to another group, or changed ``num_removed``.
+        num_changes: Number of times that a layer changed its group or its ``num_removed``.
     """
 
     def __init__(self) -> None:
@@ -24,20 +24,20 @@ class Groups:
         self._begun: WeakValueDictionary[tuple[int, int], Sequences] = WeakValueDictionary()
 
     def __reduce__(self) -> Any:
-        """To be saved: layers that are loaded keep their sequences, and join no others."""
+        """Pickle without groups: loaded layers keep their sequences, and join no others."""
         return Groups, (), {"num_changes": self.num_changes}
 
     def find(self, old: Sequences, layer: int, num_tokens: int, num_removed: int) -> Sequences:
-        """The sequences that a layer joins with ``num_tokens`` tokens of each row of ``old``.
+        """Sequences that a layer joins when it has ``num_tokens`` tokens in each row of ``old``.
 
         Args:
-            old: Its sequences so far, which have no window.
-            layer: Its number among those that share sequences.
-            num_tokens: Tokens of each sequence.
-            num_removed: Tokens that it has seen and no longer holds.
+            old: Present sequences of the layer, without a window.
+            layer: Number of the layer among those that share sequences.
+            num_tokens: Number of tokens of each sequence.
+            num_removed: Number of tokens that the layer has seen and no longer holds.
 
         Returns:
-            Those of other layers of as many tokens, or new ones without tokens.
+            Sequences of other layers with the same number of tokens, or new ones without tokens.
         """
         found = self._begun.get((num_tokens, num_removed))
         if found is not None and found is not old and layer not in found.storages:
@@ -49,7 +49,7 @@ class Groups:
         return Sequences(Pages(old.format), None, old.rollback)
 
     def move(self, old: Sequences, new: Sequences, layer: int, num_tokens: int, num_removed: int) -> None:
-        """Note that a layer went from ``old`` to ``new``, and free what it had there if no other reads it."""
+        """Record that a layer moved from ``old`` to ``new``; free its storage in ``old`` if unused."""
         self._begun[num_tokens, num_removed] = new
         self.num_changes += 1
         if _is_alone(old) and not old.pages.is_kept:

@@ -1,7 +1,7 @@
 """One layer of a cache: takes keys and values of new tokens, returns those that attention reads.
 
 Shapes: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
-head dims. Layers are for inference: nothing they return carries a gradient.
+head dims. Layers are for inference: returned tensors have no gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ class Layer(ABC):
     The first update fixes B, H, both head dims, the dtype and the device.
 
     Attributes:
-        dtype: Of the tokens; ``None`` before the first update.
+        dtype: Dtype of the tokens; ``None`` before the first update.
         assignment: Keys or values that were assigned while the other side still has another length.
         sequences: Page tables that other layers may share; ``None`` for a layer with memory of its own.
     """
@@ -48,9 +48,9 @@ class Layer(ABC):
             value: ``[B, H, Q, Dv]``, dtype and device of ``key``.
 
         Returns:
-            ``(keys, values)``, ``[B, H, n, Dk]`` and ``[B, H, n, Dv]`` with n as ``get_mask_sizes(Q)`` said,
-            in the dtype of ``key``. They may be views of the cache: ``crop`` followed by ``update`` changes
-            them.
+            ``(keys, values)``, ``[B, H, n, Dk]`` and ``[B, H, n, Dv]`` in the dtype of ``key``; n is the
+            first result of ``get_mask_sizes(Q)`` before. They may be views of the cache: ``crop`` followed by
+            ``update`` changes them.
 
         Raises:
             ShapeError: shape, dtype or device is not that of the first update; nothing was written.
@@ -62,7 +62,7 @@ class Layer(ABC):
         return result
 
     def append(self, key: Tensor, value: Tensor) -> Tokens:
-        """As ``update``, but leave what attention reads where it is: attended to in place, or gathered.
+        """Store new tokens as ``update``, and return their slots, to attend in place or to gather.
 
         Returns:
             The tokens that attention reads, the new ones included. Valid until the layer changes.
@@ -77,7 +77,7 @@ class Layer(ABC):
 
     @abstractmethod
     def stored(self) -> Tokens:
-        """What ``keys`` and ``values`` have, where it is.
+        """Slots of the tokens of ``keys`` and ``values``.
 
         Raises:
             StateError: before the first update.
@@ -90,12 +90,12 @@ class Layer(ABC):
 
     @property
     def keys(self) -> Tensor:
-        """Keys as held, ``[B, H, n, Dk]``: a view of the cache, or gathered and then read-only.
+        """Stored keys, ``[B, H, n, Dk]``: a view of the cache, or gathered and then read-only.
 
-        Assigning replaces all of them by copies, quantized if the layer is. Where any number of tokens will
-        do, another number is kept once ``values`` was assigned as many; until then every change raises.
-        Raises ShapeError if B, H, Dk, dtype or device is another, or n is and must not be; nothing was
-        changed. Reading raises StateError before the first update.
+        Assigning replaces all of them by copies, quantized if the layer is. If another n is allowed, it takes
+        effect once ``values`` has the same n; until then every change raises. ShapeError if B, H, Dk, dtype
+        or device differs, or n where it is fixed; nothing was changed. Reading raises StateError before the
+        first update.
         """
         return self._side(0)
 
@@ -105,7 +105,7 @@ class Layer(ABC):
 
     @property
     def values(self) -> Tensor:
-        """Values as held, ``[B, H, n, Dv]``; as ``keys``."""
+        """Stored values, ``[B, H, n, Dv]``; as ``keys``."""
         return self._side(1)
 
     @values.setter
@@ -120,26 +120,26 @@ class Layer(ABC):
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """Tokens seen of each sequence, whether or not they are still held."""
+        """Number of tokens seen of each sequence, evicted ones included."""
 
     @property
     @abstractmethod
     def num_columns(self) -> int:
-        """n of ``keys``."""
+        """Number of columns of ``keys``, n there."""
 
     @property
     def num_held(self) -> int:
-        """Tokens of each sequence that are held: the first ones of ``keys``."""
+        """Number of tokens of each sequence that are held: the first ones of ``keys``."""
         return self.num_tokens - self._num_evicted()
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token sees, itself included; ``None`` for all before it."""
+        """Number of tokens that a token sees, itself included; ``None`` for all before it."""
         return None
 
     @property
     def is_sliding(self) -> bool:
-        """Whether ``update`` returns the tokens within a window."""
+        """Whether ``update`` returns only the tokens within a window."""
         return self.window is not None
 
     @property
@@ -149,12 +149,12 @@ class Layer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, scales and tokens that are kept unquantized included."""
+        """Bytes allocated, scales and residual window included."""
         return (0 if self.storage is None else self.storage.nbytes) + self.nbytes_recent
 
     @property
     def nbytes_recent(self) -> int:
-        """Of ``nbytes``, those of the newest tokens that are kept unquantized, beside codes."""
+        """Bytes of the residual window among ``nbytes``: the last tokens, stored unquantized beside codes."""
         return 0
 
     @property
@@ -167,13 +167,13 @@ class Layer(ABC):
         return self.num_tokens
 
     def get_max_length(self) -> int:
-        """Tokens that can be seen at once; -1 for no bound."""
+        """Largest number of tokens that are seen at once; -1 for no bound."""
         return -1 if self.window is None else self.window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
-        """Tokens that ``update`` of ``query_length`` tokens will return, and the position of the first.
+        """Number of tokens that ``update`` of ``query_length`` tokens returns, and position of the first.
 
-        The position is a 0-d tensor in fixed layers in which it moves.
+        The position is a 0-d tensor in fixed layers of unbounded length.
         """
         first = 0 if self.window is None else max(self.num_tokens - self.window + 1, 0)
         return self.num_tokens - first + query_length, first
@@ -185,14 +185,14 @@ class Layer(ABC):
 
         Raises:
             ArgumentError: ``num_tokens`` is no int.
-            StateError: the layer no longer holds what later tokens would see; nothing was changed.
+            StateError: the layer has evicted tokens that later ones would see; nothing was changed.
         """
         kept = self.expect_croppable(num_tokens)
         if kept < self.num_tokens:
             self.truncate(kept)
 
     def expect_croppable(self, num_tokens: int) -> int:
-        """The tokens that ``crop`` would keep; raises as it would and changes nothing."""
+        """Number of tokens that ``crop`` would keep; raises as it would and changes nothing."""
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
             raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
         self.expect_settled()
@@ -202,10 +202,10 @@ class Layer(ABC):
         return kept
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` of each sequence, of which there must be as many.
+        """Keep the first ``num_tokens`` of each sequence.
 
         Raises:
-            StateError: there are fewer, or the window has evicted what later tokens would see.
+            StateError: there are fewer, or the window has evicted tokens that later ones would see.
         """
         self.expect_truncatable(num_tokens)
         self._truncate(num_tokens)
@@ -217,7 +217,7 @@ class Layer(ABC):
         self._expect_held(num_tokens, num_tokens)
 
     def reorder(self, rows: Tensor) -> None:
-        """Make sequence i what sequence ``rows[i]`` was; does nothing before the first update.
+        """Replace sequence i by sequence ``rows[i]``; does nothing before the first update.
 
         Args:
             rows: ``[B]`` int64 or int32 on any device, repeats allowed.
@@ -255,7 +255,7 @@ class Layer(ABC):
         return self.assignment.get(side)
 
     def expect_settled(self) -> None:
-        """Raise StateError if keys or values were assigned, and the other side must be as long first."""
+        """Raise StateError if only one of keys and values was assigned with another length."""
         if self.assignment.waiting is not None:
             self.assignment.expect_none(0 if self.storage is None else self.num_columns)
 
@@ -265,10 +265,10 @@ class Layer(ABC):
         self._reset()
 
     def fork(self: _Layer, sequences: Sequences | None = None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
-        """Another layer of the same tokens; neither sees what the other stores.
+        """Another layer of the same tokens; tokens that one stores are not seen by the other.
 
         Args:
-            sequences: A fork of this layer's, if it has such; made if ``None``.
+            sequences: A fork of this layer's sequences, if it has any; ``None`` to fork them here.
         """
         self.expect_settled()
         other = object.__new__(type(self))
@@ -278,9 +278,9 @@ class Layer(ABC):
 
     @abstractmethod
     def replace(self, new: Mapping[int, Tensor]) -> None:
-        """Hold these keys (0), values (1) or both, ``[B, H, n, D]``, instead of ``keys`` and ``values``.
+        """Replace the stored keys (0), values (1) or both by these, ``[B, H, n, D]``.
 
-        Where any number of tokens will do n may be another number; then both must be given.
+        If n changes, where that is allowed, both must be given.
         """
 
     @abstractmethod
@@ -291,7 +291,7 @@ class Layer(ABC):
 
     @abstractmethod
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``keys`` and ``values``."""
+        """Stored keys and values, as of the properties."""
 
     @abstractmethod
     def _truncate(self, num_tokens: int) -> None: ...
@@ -304,10 +304,10 @@ class Layer(ABC):
 
     @abstractmethod
     def _hold_alone(self, sequences: Sequences | None) -> None:
-        """Part from the layer whose attributes this one has, over ``sequences`` if it shares such."""
+        """Separate a fork from its layer, with ``sequences`` if layers share them."""
 
     def _expect_held(self, kept: int, given: int) -> None:
-        """Raise StateError if the next token sees evicted ones once a caller's ``given`` leaves ``kept``."""
+        """Raise StateError if the next token would see evicted ones when ``kept`` tokens remain."""
         window, evicted = self.window, self._num_evicted()
         if window is not None and max(kept - window + 1, 0) < min(kept, evicted):
             raise StateError(
@@ -316,12 +316,12 @@ class Layer(ABC):
             )
 
     def _num_evicted(self) -> int:
-        """Tokens in front that a window has evicted."""
+        """Number of tokens at the beginning that a window has evicted."""
         return 0
 
     @property
     def _num_fixed(self) -> str | None:
-        """Why ``keys`` can be assigned as many tokens as it has and no others; ``None`` if any will do."""
+        """Reason why the number of tokens of ``keys`` cannot change; ``None`` if it can."""
         return None if self.window is None else "those that the window holds"
 
     def _side(self, side: int) -> Tensor:
@@ -347,7 +347,7 @@ class Layer(ABC):
             self.dtype = x.dtype
 
     def _expect_fits(self, key: Tensor, value: Tensor) -> None:
-        """Check new tokens; what serves a decoding step is asked first, at once."""
+        """Check new tokens: one fast test that a decoding step passes, then each requirement."""
         self.expect_settled()
         storage = self.storage
         if (
@@ -360,7 +360,7 @@ class Layer(ABC):
             self._expect_tokens(key, value)
 
     def _expect_tokens(self, key: Tensor, value: Tensor) -> None:
-        """Check ``[B, H, Q, D]`` against each other and the first ones."""
+        """Check keys and values ``[B, H, Q, D]`` against each other and the first update."""
         known = self._known_sizes()
         sizes = expect("key", key, "B H Q Dk", dtype=self._dtypes, device=self._device, **known)
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, **sizes)
@@ -372,7 +372,7 @@ class Layer(ABC):
 
     @property
     def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
-        """Those that new tokens may have."""
+        """Accepted dtypes of new tokens."""
         return self.dtype or FLOAT_DTYPES
 
     @property

@@ -8,7 +8,7 @@ from kvloom.errors import ArgumentError
 
 
 def reordered(rows: Tensor, size: int) -> list[int]:
-    """``rows``, ``[B]`` int64 or int32 on any device, one for each of ``size`` rows; repeats are allowed.
+    """List of ``rows``, ``[B]`` int64 or int32 on any device, for B = ``size``; repeats are allowed.
 
     Raises:
         ArgumentError: ``rows`` does not fit.
@@ -18,7 +18,7 @@ def reordered(rows: Tensor, size: int) -> list[int]:
 
 
 def selected(rows: Tensor, size: int) -> list[int]:
-    """Any number of ``size`` rows: ``[R]`` int64 or int32, or a bool mask ``[B]``, on any device.
+    """List of any of ``size`` rows: ``[R]`` int64 or int32, or a bool mask ``[B]``, on any device.
 
     Raises:
         ArgumentError: ``rows`` does not fit.

@@ -1,7 +1,7 @@
 """Slots of the columns of a batch: the same in every layer that shares a page table.
 
 Shapes: B sequences, N columns. A column is one token of every sequence, as in ``[B, H, N, D]``; a shorter
-sequence ends with the others and has columns in front that hold nothing.
+sequence ends with the others and has empty columns in front.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ from kvloom.core.indexing import CacheIndex, prefix_sums
 
 PARTIAL: Final = 512
 """Stored tokens of one partial result of attention. An index that does not begin with the first token of its
-sequence begins at a multiple of this, so that results are the same bits however a text was cut or evicted."""
+sequence begins at a multiple of this, so that results have the same bits wherever a text was cut or
+evicted."""
 BLOCK: Final = 16
-"""Slots that attention reads as one page, where tokens are in a ring or in the tensors of one step."""
+"""Slots that attention reads as one page, if tokens are in a ring or in the tensors of one step."""
 
 
 @dataclass(eq=False)
