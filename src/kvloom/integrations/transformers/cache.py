@@ -41,9 +41,9 @@ class KVCache(StatefulCache):
     """A cache for ``generate(past_key_values=...)`` and ``model(past_key_values=...)`` kept in kvloom pages.
 
     With ``attn_implementation="kvloom"`` attention reads the pages in place; any other one receives the same
-    tensors as from ``DynamicCache``, dequantized where the cache is quantized. Values are stored detached: it
-    is for inference. Beams, forks and repeated rows share pages; a page is copied when one of its holders
-    writes it, so reordering and forking move no keys or values.
+    tensors as from ``DynamicCache``, dequantized where the cache is quantized. Tensors are stored detached:
+    the cache is for inference. Beams, forks and repeated rows share pages; a page is copied when one of its
+    holders writes it, so reordering and forking move no keys or values.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -53,7 +53,7 @@ class KVCache(StatefulCache):
 
     @property
     def sequences(self) -> list[Sequences]:
-        """Page tables of each group of layers: of one window and one number of tokens."""
+        """Page tables of each group of layers: those of one window and one number of tokens."""
         return self._cache.sequences
 
     @classmethod
@@ -72,32 +72,32 @@ class KVCache(StatefulCache):
         """An empty cache for ``model``.
 
         Args:
-            model: A ``PreTrainedModel`` that generates. Keys and values are kept in kvloom pages, those of
+            model: A ``PreTrainedModel`` that generates. Keys and values are stored in kvloom pages, those of
                 sliding windows only as long as they are seen; recurrent states stay in transformers' own
-                layers, as does attention of an unknown kind, which a WARNING names. Of an encoder-decoder
-                model this is the decoder's own half, for ``EncoderDecoderCache``.
-            kv: How keys and values are kept, one of ``STORAGE``. ``"int8:g32"`` has float16 scales of 32
-                elements along the head dim, ``"int8"`` of 64, or of what 64 and the head dim have in common;
-                so have codes of fewer bits, with keys rotated first unless it is ``"int4,rotate=none"``. By
-                ``"int8,recent=32"`` tokens attend to their newest 32, themselves included, unquantized; with
-                fewer bits to 64, unless the text says another number, 0 for none. Or the path of a plan.
+                layers, and so do layers of an unknown kind, which a WARNING names. For an encoder-decoder
+                model it is the cache of the decoder's self-attention, for ``EncoderDecoderCache``.
+            kv: Format of keys and values, one of ``STORAGE``, or the path of a plan. ``"int8:g32"`` has a
+                float16 scale for each 32 elements of a head vector; ``"int8"`` for each gcd(64, head dim).
+                Codes of fewer bits have the same, and rotated keys unless it is ``"int4,rotate=none"``.
+                ``"int8,recent=32"`` has a residual window: a token attends to the last 32, itself included,
+                unquantized. With fewer bits the default is 64; ``recent=0`` is none.
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
-            values: How the values are kept, as ``kv``, if otherwise than the keys.
+            values: Format of the values, as ``kv``, if it differs from that of the keys.
             layout: Axis order of the pages, see ``CacheFormat``; ``"auto"`` keeps rows where attention is not
                 ``"kvloom"`` when the first tokens are stored.
-            static: Take all memory at the first update and keep lengths in tensors, so that a decode step
-                compiles once; ``max_tokens`` is then the longest that each sequence gets.
-            rollback: Tokens that ``crop`` can take back from recurrent states, which keeps up to four copies
-                of them and what their layers were given since; the model is tried with a short text once.
-                Without such states it takes back any number.
+            static: Allocate all memory at the first update and keep lengths in tensors, so that a decode step
+                compiles once; ``max_tokens`` is then the largest length of each sequence.
+            rollback: Number of tokens that ``crop`` can remove from recurrent states. Up to four copies of
+                them and the inputs of their layers since are kept for it; the model is tried with a short
+                text once. Without such states ``crop`` can remove any number.
 
         Raises:
             ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown, its group does not divide the
-                head dim, it has none where that is no multiple of 8, ``static`` without ``max_tokens``, or
-                ``rollback`` is negative.
+                head dim, no group is given and the head dim is no multiple of 8, ``static`` without
+                ``max_tokens``, or ``rollback`` is negative.
             ConfigError: ``layout`` is unknown.
-            UnsupportedError: no layer of the model has keys and values that could be kept.
+            UnsupportedError: no layer of the model has keys and values.
         """
         config = text_config_of(model)
         if static and max_tokens is None:
@@ -138,12 +138,13 @@ class KVCache(StatefulCache):
 
         Args:
             past_key_values: The pairs; ``None`` for none.
-            model: As ``for_model``. Without it every layer keeps all tokens, as those of a ``DynamicCache``
-                that is made without a model do, and ``update`` returns tensors.
+            model: As ``for_model``. Without it every layer keeps all tokens, as in a ``DynamicCache`` without
+                a model, and ``update`` returns tensors.
             options: The other arguments of ``for_model``.
 
         Raises:
-            ArgumentError: these are no pairs of one length for the layers of ``model``, or as ``for_model``.
+            ArgumentError: the pairs do not have one length or do not fit the layers of ``model``, or as
+                ``for_model``.
         """
         pairs = expect_pairs(past_key_values or ())
         is_known = model is not None
@@ -157,7 +158,7 @@ class KVCache(StatefulCache):
         return cache
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only what is still seen.
+        """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only the last tokens.
 
         Raises:
             UnsupportedError: a layer has no keys and values of its own.
@@ -171,12 +172,12 @@ class KVCache(StatefulCache):
 
     @property
     def nbytes_per_token(self) -> float:
-        """Bytes of one token in the layers that hold it, ``nbytes_recent`` apart; 0 before the first."""
+        """Bytes of one token in the layers that hold it, without ``nbytes_recent``; 0 if empty."""
         return sum(layer.nbytes_per_token for layer in self._cache.layers)
 
     @property
     def nbytes_recent(self) -> int:
-        """Bytes of residual windows among ``nbytes``: of tokens that are kept unquantized, beside codes."""
+        """Bytes of residual windows among ``nbytes``: the last tokens, stored unquantized beside codes."""
         return sum(layer.nbytes_recent for layer in self._cache.layers)
 
     @property
@@ -192,7 +193,7 @@ class KVCache(StatefulCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
-        """Store ``[B, H, Q, D]`` in a layer and return what attention reads there, ``[B, H, N, D]``."""
+        """Store ``[B, H, Q, D]`` in a layer; return keys and values for attention, ``[B, H, N, D]``."""
         if self._cache.is_inconsistent or self.is_frozen:
             self._expect_usable()
         if not 0 <= layer_idx < len(self.layers):
@@ -228,11 +229,11 @@ class KVCache(StatefulCache):
             return update(indexer_key_states)
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Tokens that a layer will return, and the position of the first; called before every forward.
+        """Number of tokens that a layer will return, and position of the first; called before each forward.
 
         Raises:
             StateError: as ``expect_whole``.
-            UnsupportedError: layers have different lengths, for which there is no mask.
+            UnsupportedError: layers have different lengths, and one mask does not fit them all.
         """
         self.expect_whole()
         length, offset = super().get_mask_sizes(*args, **kwargs)
@@ -241,10 +242,10 @@ class KVCache(StatefulCache):
         return length, offset
 
     def expect_whole(self) -> None:
-        """Check that layers belong together.
+        """Check that all layers have the same rows and lengths.
 
         Raises:
-            StateError: they have different lengths, as after an exception within a forward, or other rows.
+            StateError: they do not, for example after an exception within a forward.
         """
         self._cache.expect_consistent()
         for layer in self._own_layers:
@@ -255,7 +256,7 @@ class KVCache(StatefulCache):
         expect_one_length(self.layers, self._cache.lengths)
 
     def fork(self) -> "KVCache":
-        """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
+        """A cache of the same tokens on the same pages, not frozen; the two are independent."""
         self._cache.expect_consistent()
         forks = self._cache.forks()
         fork = type(self)(
@@ -271,7 +272,7 @@ class KVCache(StatefulCache):
         return self.fork()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i what row ``beam_idx[i]`` was."""
+        """Replace row i by row ``beam_idx[i]``."""
         self._choose(selected, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -283,18 +284,18 @@ class KVCache(StatefulCache):
         self._choose(selected, indices)
 
     def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
-        """Remove the last tokens, of all rows alike or of each row its own number.
+        """Remove the last tokens: the same number from all rows, or a number from each.
 
         Args:
-            tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is what is
-                kept. Or one number of at most 0 for each row: rows end together afterwards, and a row that
-                lost more than another has positions in front that hold nothing, which the attention mask must
-                hide as it hides left padding. ``get_seq_length()`` is the length of the longest row.
+            tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is the number
+                kept. Or one number of at most 0 for each row: rows still end together, so a row that lost
+                more than another begins with empty positions, which the attention mask must hide like left
+                padding. ``get_seq_length()`` is the length of the longest row.
 
         Raises:
-            ArgumentError: a number is positive (as said above), or there is not one for each row.
-            StateError: the cache is frozen, the next token would see what a window has evicted, or recurrent
-                states are not kept that far back.
+            ArgumentError: a number is positive (see above), or there is not one for each row.
+            StateError: the cache is frozen, the next token would see tokens that a window has evicted, or
+                recurrent states are not kept that far back.
             UnsupportedError: a layer cannot go back: one with a recurrent state and no ``rollback``, or, row
                 by row, one that is static or has another length than others. Nothing was changed in any of
                 these cases.
@@ -335,7 +336,7 @@ class KVCache(StatefulCache):
             self._select(rows_of(given, self.num_rows))
 
     def _select(self, rows: Sequence[int]) -> None:
-        """Make row i what row ``rows[i]`` was: tables of pages, and tensors of other layers."""
+        """Replace row i by row ``rows[i]``: in page tables, and in tensors of other layers."""
         change = self._cache.change_of_rows(rows)
         positions, others = changes_of_rows(self.layers, rows)
         change.layers.extend(positions)

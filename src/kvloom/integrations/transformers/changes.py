@@ -1,7 +1,7 @@
-"""Changes of rows and lengths beside those of the tokens: of positions of index keys, and of other layers.
+"""Changes of rows and lengths of states other than tokens: positions of index keys, and other layers.
 
-They are planned for all layers before the first is made. A layer of transformers, or a recurrent state, that
-raises may be left half changed.
+They are planned for all layers before the first is made. If a layer of transformers or a recurrent state
+raises, it may be half changed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ Changes: TypeAlias = list[Callable[[], Any]]
 
 
 def changes_of_rows(layers: Iterable[Any], rows: Sequence[int]) -> tuple[Changes, Changes]:
-    """Changes that make row i what row ``rows[i]`` was: of positions, and of other layers and states."""
+    """Changes that replace row i by row ``rows[i]``: of positions, and of other layers and states."""
     positions: Changes = []
     others: Changes = []
     for layer in layers:
@@ -39,7 +39,7 @@ def changes_of_length(layers: Sequence[Any], tokens_to_remove: Any, longest: int
     Args:
         layers: All layers.
         tokens_to_remove: As ``KVCache.crop``.
-        longest: Tokens of the longest layer; one that has fewer loses fewer.
+        longest: Number of tokens of the longest layer; a shorter one loses fewer.
 
     Raises:
         UnsupportedError: positions cannot be cropped row by row.
@@ -58,7 +58,7 @@ def changes_of_length(layers: Sequence[Any], tokens_to_remove: Any, longest: int
 
 
 def expect_pages(layers: Iterable[Any]) -> None:
-    """Raise UnsupportedError if a layer has tokens elsewhere than in pages."""
+    """Raise UnsupportedError if a layer stores tokens outside of pages."""
     for layer in layers:
         is_paged = isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
         if not (is_paged or isinstance(layer, DummyLayer | StatefulLayer)):

@@ -16,10 +16,11 @@ from kvloom.integrations.transformers.layers import KVCacheLayer
 
 
 def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values in the legacy format, ``[B, H, N, D]`` of each layer.
+    """Check keys and values in the legacy format, ``[B, H, N, D]`` of each layer.
 
     Raises:
-        ArgumentError: a layer has not two tensors, or not as many rows and tokens as the others.
+        ArgumentError: a layer does not have two tensors, or has other numbers of rows or tokens than the
+            rest.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for layer_idx, entry in enumerate(past_key_values):
@@ -39,15 +40,15 @@ def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tens
 
 
 def plain_layers(pairs: Sequence[tuple[Tensor, Tensor]], **options: Any) -> list[KVCacheLayer]:
-    """Layers that keep all tokens, for pairs of a model that is not known; options as of ``cache_format``."""
-    # What is read of a configuration: how attention computes. Head dims are checked at the update.
+    """Layers that keep all tokens, for pairs of an unknown model; options as of ``cache_format``."""
+    # The attributes of a configuration that layers read. Head dims are checked at the update.
     config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
     sequences = Sequences(cache_format(config, **options))
     return [KVCacheLayer(PagedLayer(sequences.format, sequences, i), config) for i in range(len(pairs))]
 
 
 def legacy_pairs(layers: Sequence[Any]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only what is still seen.
+    """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only the last tokens.
 
     Raises:
         UnsupportedError: a layer has no keys and values of its own.

@@ -1,4 +1,4 @@
-"""Layers of different lengths, as after a press has evicted other numbers of tokens from some of them."""
+"""Layers of different lengths, for example after a press has evicted different numbers of tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -15,7 +15,7 @@ _OFFSET_IS_OF_A_LAYER: Final = hasattr(Cache, "get_query_offset")
 
 
 def lengths_of(layers: Iterable[KVCacheLayer]) -> set[int]:
-    """Tokens that layers which the model uses have seen; waits for an accelerator if they are tensors."""
+    """Numbers of tokens seen by layers that the model uses; waits for an accelerator if they are tensors."""
     pages = [x for layer in layers if layer.is_used for x in layer.streams]
     found = {x.num_tokens + x.num_removed for x in pages if isinstance(x, PagedLayer)}
     lengths = [x.length for x in pages if isinstance(x, FixedLayer)]
@@ -23,7 +23,7 @@ def lengths_of(layers: Iterable[KVCacheLayer]) -> set[int]:
 
 
 def expect_one_length(layers: Sequence[Any], lengths: set[int]) -> None:
-    """Raise StateError unless the layers of a cache, and what holds their tokens, have one length."""
+    """Raise StateError unless the lengths of the layers of a cache, and ``lengths``, are all the same."""
     lengths = lengths_of(x for x in layers if isinstance(x, KVCacheLayer)) | lengths
     if len(lengths) > 1:
         unused = [i for i, x in enumerate(layers) if not getattr(x, "is_initialized", True)]
@@ -35,16 +35,16 @@ def expect_one_length(layers: Sequence[Any], lengths: set[int]) -> None:
 
 
 def counts_of_rows(tokens_to_remove: Any, num_rows: int, removed: Iterable[int]) -> list[int]:
-    """Tokens to remove of each row, positive, of what ``KVCache.crop`` was given.
+    """Numbers of tokens to remove of each row, at least 0, from the argument of ``KVCache.crop``.
 
     Args:
         tokens_to_remove: A number of at most 0 for each row.
-        num_rows: How many there are.
-        removed: Tokens that the layers have lost so far.
+        num_rows: Number of rows.
+        removed: Numbers of tokens that the layers have lost so far.
 
     Raises:
         ArgumentError: there is not one number for each row, or one is positive.
-        UnsupportedError: layers have lost other numbers of tokens, and rows shall.
+        UnsupportedError: layers have lost different numbers of tokens, and rows are to lose different ones.
     """
     counts = torch.as_tensor(tokens_to_remove).tolist()
     if len(counts) != num_rows or any(n > 0 for n in counts):
@@ -62,17 +62,17 @@ def counts_of_rows(tokens_to_remove: Any, num_rows: int, removed: Iterable[int])
 def expect_maskable(cache: Any, num_columns: int, layer_idx: int) -> None:
     """Check that the mask of one layer is right for every layer without a window.
 
-    A model makes one mask for all of them, from the length of the first. Attention in place takes a mask that
-    hides no token from those behind it for any number of columns. sdpa and flash attention get no mask for a
-    single token without padding; any other mask is a tensor of the columns of one layer.
+    A model makes one mask, from the length of the first layer. Attention in place accepts a mask that hides
+    no token from those after it for any number of columns. sdpa and flash attention get no mask for a single
+    token without padding; any other mask is a tensor with the columns of one layer.
 
     Args:
         cache: A ``KVCache``.
-        num_columns: Of the mask, new tokens included.
-        layer_idx: The layer that was asked for its sizes.
+        num_columns: Number of columns of the mask, new tokens included.
+        layer_idx: Number of the layer whose sizes the mask has.
 
     Raises:
-        UnsupportedError: it is not; nothing was changed.
+        UnsupportedError: the mask is not right for all; nothing was changed.
     """
     layers = [x for x in cache.layers if isinstance(x, KVCacheLayer) and x.is_used and not x.is_sliding]
     asked = cache.layers[layer_idx]

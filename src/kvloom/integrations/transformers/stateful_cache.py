@@ -1,4 +1,4 @@
-"""A cache with recurrent states, which go back by the calls that changed them, if it records those."""
+"""A cache with recurrent states, which are rolled back by calls of their layers, if these are recorded."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -19,10 +19,10 @@ _Cache = TypeVar("_Cache", bound="StatefulCache")
 
 
 class StatefulCache(DynamicCache):  # type: ignore[misc]
-    """What a ``KVCache`` does with recurrent states, if its layers have any.
+    """Recurrent states of a ``KVCache``, if its layers have any.
 
     Attributes:
-        is_frozen: Whether it refuses changes.
+        is_frozen: Whether changes raise.
     """
 
     layers: list[Any]
@@ -31,15 +31,15 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         Cache.__init__(self, layers=layers)
         self.is_frozen = False
         self._rollback: Rollback | None = None
-        self._kin: object = object()  # what it has in common with its forks alone
+        self._kin: object = object()  # shared with its forks only
 
     def follow(self, cache: "StatefulCache") -> None:
-        """Have what a cache of which this is a fork has, beside its layers."""
+        """Take over everything but the layers from a cache of which this is a fork."""
         self._kin = cache._kin
         self._rollback = None if cache._rollback is None else cache._rollback.fork()
 
     def freeze(self: _Cache) -> _Cache:  # noqa: PYI019 (not in Python 3.10)
-        """Refuse every change from now on, so that forks start from the same tokens; returns the cache."""
+        """Refuse every later change, so that forks start from the same tokens; returns the cache."""
         self.is_frozen = True
         for layer in self.layers:
             if isinstance(layer, KVCacheLayer):
@@ -47,15 +47,15 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         return self
 
     def snapshot(self: _Cache) -> _Cache:  # noqa: PYI019 (as above)
-        """The cache as it is now, frozen: recurrent states are copied, pages are shared until they change."""
+        """A frozen copy of the cache: recurrent states are copied, pages are shared until they change."""
         frozen: _Cache = self.fork().freeze()
         return frozen
 
     def restore(self, snapshot: "StatefulCache") -> None:
-        """Hold again what the cache held then; a snapshot can be restored any number of times.
+        """Go back to the tokens and states of a snapshot, which can be restored any number of times.
 
         Raises:
-            ArgumentError: ``snapshot`` is none of this cache, or of a fork of it.
+            ArgumentError: ``snapshot`` is not a snapshot of this cache or of a fork of it.
             StateError: the cache is frozen.
         """
         self._expect_thawed()
@@ -66,9 +66,9 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def rollback(self) -> int:
-        """Tokens by which ``crop`` can take back recurrent states; 0 for none, or where there are none.
+        """Number of tokens that ``crop`` can remove from recurrent states; 0 if none, or if not recorded.
 
-        Setting it begins to record, from the tokens on that the cache holds now; 0 ends it.
+        Setting it begins to record, from the present tokens on; 0 ends it.
         """
         return 0 if self._rollback is None else self._rollback.num_tokens
 
@@ -81,24 +81,24 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
             self._rollback = Rollback(num_tokens, self._longest)
         else:
             self._rollback.num_tokens = num_tokens
-        if self._rollback is not None:  # so that windows can go back as far
+        if self._rollback is not None:  # so that windows can be cropped as far
             groups = [getattr(x.pages, "sequences", None) for x in self.layers if isinstance(x, KVCacheLayer)]
             for sequences in filter(None, groups):
                 sequences.rollback = max(sequences.rollback, num_tokens)
 
     @property
     def nbytes_rollback(self) -> int:
-        """Bytes that are kept to go back in recurrent states, beside ``nbytes``."""
+        """Bytes that are kept to roll back recurrent states, beside ``nbytes``."""
         return 0 if self._rollback is None else self._rollback.nbytes
 
     @property
     def recording(self) -> Rollback | None:
-        """What records the calls of mixers now; ``None`` if nothing does."""
+        """Recorder of the calls of mixers; ``None`` if they are not recorded."""
         return None if self.is_frozen else self._rollback
 
     @property
     def is_croppable(self) -> bool:
-        """Whether ``crop`` can take back the last step."""
+        """Whether ``crop`` can remove the last step."""
         is_recorded = self._rollback is not None and not self._rollback.refusal
         others = (x for x in self.layers if not isinstance(x, StatefulLayer))
         return (is_recorded or not self._has_states) and all(
@@ -106,7 +106,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         )
 
     def activate_past_recording(self) -> None:
-        """Keep what is needed to take back drafts, as assisted decoding does: of windows and of states."""
+        """Begin to keep evicted tokens of windows and states, for assisted decoding to remove drafts."""
         for layer in self.layers:
             is_theirs = isinstance(layer, StatefulLayer) and not isinstance(layer, KVCacheLayer)
             if hasattr(layer, "activate_past_recording") and not is_theirs:
@@ -114,19 +114,19 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self.rollback = max(self.rollback, RECORDED)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """As transformers'; of a frozen cache a copy, as mixers write to it."""
+        """State as of transformers; a copy if the cache is frozen, as mixers write to it."""
         self._touch(layer_idx, "conv", state_idx)
         return self._state(super().get_conv_state(layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """As transformers'; of a frozen cache a copy, as mixers write to it."""
+        """State as of transformers; a copy if the cache is frozen, as mixers write to it."""
         self._touch(layer_idx, "recurrent", state_idx)
         return self._state(super().get_recurrent_state(layer_idx, state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """As transformers', but not of a frozen cache."""
+        """Update as transformers; raises StateError if the cache is frozen."""
         self._expect_thawed()
         self._touch(layer_idx, "conv", state_idx)
         state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx=state_idx, **kwargs)
@@ -135,7 +135,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """As transformers', but not of a frozen cache."""
+        """Update as transformers; raises StateError if the cache is frozen."""
         self._expect_thawed()
         self._touch(layer_idx, "recurrent", state_idx)
         state: Tensor = super().update_recurrent_state(
@@ -149,7 +149,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _longest(self) -> int:
-        """Tokens that the longest layer has seen, also in a forward that broke off."""
+        """Number of tokens that the longest layer has seen, also in a forward that broke off."""
         own = [x for x in self.layers if isinstance(x, KVCacheLayer)]
         longest = max(lengths_of(own), default=0)
         if self._rollback is None or any(any(x.num_assigned) for x in own):
@@ -157,11 +157,11 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         return max(longest, self._rollback.end)
 
     def _past(self, ends: Sequence[int]) -> Past | None:
-        """States of the first ``ends[b]`` tokens of each row; ``None`` if they are those of now.
+        """States after the first ``ends[b]`` tokens of each row; ``None`` if these are the present ones.
 
         Raises:
-            StateError: nothing is kept from which they can be had; nothing was changed.
-            UnsupportedError: they cannot go back; nothing was changed.
+            StateError: no kept state is early enough; nothing was changed.
+            UnsupportedError: states cannot be rolled back; nothing was changed.
         """
         layer = next((x for x in self.layers if isinstance(x, StatefulLayer)), None)
         longest = self._longest
@@ -172,11 +172,11 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
                 f"{type(layer).__name__} has a recurrent state, which cannot go back: make the cache with "
                 f"rollback, or set it before the tokens that are to be removed"
             )
-        assigned = self._rollback.end - longest  # tokens that layers were assigned fewer than they had
+        assigned = self._rollback.end - longest  # number of tokens by which assignment shortened layers
         return self._rollback.past(self.layers, [end + assigned for end in ends])
 
     def _return_to(self, past: Past | None) -> None:
-        """Let layers have earlier states, after the tokens behind them were removed."""
+        """Put earlier states into layers, after the tokens that follow them were removed."""
         if past is not None and self._rollback is not None:
             own = lengths_of(x for x in self.layers if isinstance(x, KVCacheLayer))
             self._rollback.return_to(self.layers, past, max(own, default=0))
