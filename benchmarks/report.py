@@ -222,11 +222,11 @@ def long_contexts(sections: dict[str, str]) -> str:
     where = decode.strip().splitlines()[-1].split(", ")
     where = [x for x in where if x.split()[0] not in QUANTIZED or x.split()[0] in OURS]
     text = (
-        "Time of a decode step behind 8,192 tokens as a multiple of DynamicCache's, and the most bytes alive "
+        "Time of a decode step after 8,192 tokens as a multiple of DynamicCache's, and the most bytes alive "
         "in it: a 4-layer Llama with 8 heads of 64 in float32, one thread. *Same tokens*: greedy text of the "
-        f"bundled model behind short prompts. At 64 tokens a step takes {short[0]}x with "
+        f"bundled model after short prompts. At 64 tokens a step takes {short[0]}x with "
         f"float32 and {short[1]}x with int8. "
-        f"With the model's own attention, behind 8,192, it takes {ordinary[0]}x with float32 and "
+        f"With the model's own attention, after 8,192, it takes {ordinary[0]}x with float32 and "
         f"{ordinary[1]}x with int8, which is dequantized in every step. {', '.join(where)} "
         "[All figures](benchmarks/results.md)."
     )
