@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import multiprocessing
 from pathlib import Path
@@ -39,6 +40,12 @@ def text(length: int, seed: int = 0, rows: int = 1) -> Tensor:
     return torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+@functools.cache
+def kept_model(name: str) -> Any:
+    """One that no test changes, so that it is tried once."""
+    return stateful_model(name)
+
+
 def pool_of(model: Any, kv: str = "auto", **options: Any) -> KVPool:
     options = {"page_size": 8, "max_tokens": 2000, "state_interval": GRID} | options
     return KVPool.for_model(model, kv, **options)
@@ -73,7 +80,7 @@ def cold(model: Any, ids: Tensor, kv: str = "auto", **options: Any) -> Tensor:
 def test_what_follows_a_prefix_has_the_bits_that_it_has_cold(
     name: str, kv: str, rows: int, attention: str, dtype: str
 ) -> None:
-    model = stateful_model(name)
+    model = small_model(name)
     if name != "inkling2":  # which computes in float32 alone
         model.to(getattr(torch, dtype))
     if attention == "kvloom" and name != "inkling2":  # which gives attention sinks of each query
@@ -95,7 +102,7 @@ def test_what_follows_a_prefix_has_the_bits_that_it_has_cold(
 @pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
 def test_generated_tokens_follow_a_prefix_as_they_follow_it_cold(name: str) -> None:
     """Prompt by prompt; tokens that were generated one by one are not on the grid, and computed anew."""
-    model, ids, before = stateful_model(name), text(2 * GRID + 5), 0
+    model, ids, before = kept_model(name), text(2 * GRID + 5), 0
     pool = pool_of(model)
     options: dict[str, Any] = {"max_new_tokens": GRID, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True, "eos_token_id": None}
@@ -111,14 +118,14 @@ def test_generated_tokens_follow_a_prefix_as_they_follow_it_cold(name: str) -> N
 
 
 def test_a_third_text_is_found_where_two_parted() -> None:
-    model = stateful_model("falcon_h1")
+    model = kept_model("falcon_h1")
     pool, common = pool_of(model), text(2 * GRID + 10)
     texts = [torch.cat([common, text(2 * GRID, seed)], 1) for seed in (1, 2, 3)]
     assert [asked(model, pool, ids)[0] for ids in texts] == [0, 0, 2 * GRID]
 
 
 def test_a_text_whose_end_is_on_the_grid_is_found_but_for_its_last_piece() -> None:
-    model = stateful_model("falcon_h1")
+    model = kept_model("falcon_h1")
     pool, ids = pool_of(model), text(3 * GRID)
     assert [asked(model, pool, ids)[0] for _ in range(2)] == [0, 2 * GRID]
     assert asked(model, pool, torch.cat([ids, text(1)], 1))[0] == 3 * GRID
@@ -126,7 +133,7 @@ def test_a_text_whose_end_is_on_the_grid_is_found_but_for_its_last_piece() -> No
 
 def test_states_that_a_text_went_on_from_are_evicted_first() -> None:
     """Room for three: of a conversation of five turns the last states are there, and those of another."""
-    model = stateful_model("lfm2")
+    model = kept_model("lfm2")
     nbytes = pool_of(model).report()["states"]["nbytes"]
     pool, other, ids = pool_of(model, max_state_bytes=3 * nbytes + 1), text(GRID + 1, 7), text(GRID + 1)
     asked(model, pool, other)
@@ -186,7 +193,7 @@ def test_a_model_is_tried_once_in_each_state(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_states_may_take_what_keys_and_values_of_all_tokens_take(name: str) -> None:
-    model, num_tokens = stateful_model(name), 100_000
+    model, num_tokens = kept_model(name), 100_000
     for kv in KINDS:
         cache = KVCache.for_model(model, kv)
         logits_of(model, cache, text(5))
@@ -195,7 +202,7 @@ def test_states_may_take_what_keys_and_values_of_all_tokens_take(name: str) -> N
 
 
 def test_padded_rows_are_computed_and_not_shared(caplog: pytest.LogCaptureFixture) -> None:
-    model, ids = stateful_model("falcon_h1"), text(2 * GRID, rows=2)
+    model, ids = kept_model("falcon_h1"), text(2 * GRID, rows=2)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     pool = pool_of(model)
@@ -211,7 +218,7 @@ def test_padded_rows_are_computed_and_not_shared(caplog: pytest.LogCaptureFixtur
 
 @torch.no_grad()
 def test_outputs_of_pieces_are_those_of_one_forward() -> None:
-    model, ids = stateful_model("falcon_h1"), text(3 * GRID + 5, rows=2)
+    model, ids = kept_model("falcon_h1"), text(3 * GRID + 5, rows=2)
     whole = model(ids).logits
     for keep in (0, 1, 3, GRID + 20, 3 * GRID + 5):
         kept = logits_of(model, pool_of(model).begin(ids), ids, logits_to_keep=keep)
@@ -230,7 +237,7 @@ def test_outputs_of_pieces_are_those_of_one_forward() -> None:
 def test_what_cannot_be_cut_is_computed_whole_and_not_shared(
     given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, ids = stateful_model("falcon_h1"), text(2 * GRID + 5)
+    model, ids = kept_model("falcon_h1"), text(2 * GRID + 5)
     pool = pool_of(model)
     cache = pool.begin(ids)
     output = model(ids, past_key_values=cache, **given)
@@ -245,7 +252,7 @@ def test_what_cannot_be_cut_is_computed_whole_and_not_shared(
 @torch.no_grad()
 def test_what_was_fed_beside_the_grid_is_not_shared() -> None:
     """Only whole pieces from the start are found; the cache itself holds all."""
-    model, ids = stateful_model("falcon_h1"), text(4 * GRID)
+    model, ids = kept_model("falcon_h1"), text(4 * GRID)
     pool = pool_of(model)
     cache = pool.begin(ids)
     for end in (GRID, GRID + 7, 4 * GRID):
@@ -262,7 +269,7 @@ def test_a_fork_or_a_removal_changes_what_is_committed() -> None:
     grid.copies = {GRID: "first", 3 * GRID: "last"}
     grid.truncate(2 * GRID + 5)
     assert (grid.end, grid.copies) == (2 * GRID, {GRID: "first"})
-    model, ids = stateful_model("falcon_h1"), text(2 * GRID + 5, rows=2)
+    model, ids = kept_model("falcon_h1"), text(2 * GRID + 5, rows=2)
     pool = pool_of(model)
     cache = pool.begin(ids)
     logits_of(model, cache, ids)
@@ -283,7 +290,7 @@ def test_a_fork_or_a_removal_changes_what_is_committed() -> None:
 def test_states_that_the_caller_changed_are_not_shared(
     is_new: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, ids = stateful_model("falcon_h1"), text(2 * GRID + 5)
+    model, ids = kept_model("falcon_h1"), text(2 * GRID + 5)
     pool = pool_of(model)
     for end in (GRID, 2 * GRID):  # the states are the model's own in between
         cache = pool.begin(ids)
@@ -312,7 +319,7 @@ def test_another_state_of_the_model_finds_nothing() -> None:
 
 
 def test_why_names_states_that_nobody_kept() -> None:
-    model, ids = stateful_model("falcon_h1"), text(4 * GRID + 5)
+    model, ids = kept_model("falcon_h1"), text(4 * GRID + 5)
     pool = pool_of(model)
     pool.record()
     asked(model, pool, ids)
@@ -323,7 +330,7 @@ def test_why_names_states_that_nobody_kept() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bytes_of_states_are_planned(name: str) -> None:
-    model = stateful_model(name)
+    model = kept_model(name)
     if name == "nemotron_h" and not CACHES_SEE_STATES:  # whose configuration names no layer that keeps them
         with pytest.raises(UnsupportedError, match=r"^config must be of a model that keeps recurrent"):
             kvloom.plan(model.config, context=64, page_size=8)
@@ -335,7 +342,7 @@ def test_the_bytes_of_states_are_planned(name: str) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    model = stateful_model("falcon_h1")
+    model = kept_model("falcon_h1")
     with pytest.raises(ArgumentError, match=r"^state_interval must be a multiple of page_size 8, got 12$"):
         pool_of(model, state_interval=12)
     with pytest.raises(ArgumentError, match=r"^state_interval must be at least 1, got 0$"):
@@ -356,7 +363,7 @@ def _second(name: str, kv: str, url: str, path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "kv"), [(x, "int8") for x in FAMILIES if x == "falcon_h1"])
 def test_another_process_finds_a_prefix_in_a_store(name: str, kv: str, tmp_path: Path) -> None:
-    model, ids, url = stateful_model(name), text(3 * GRID + 5), f"file://{tmp_path}"
+    model, ids, url = kept_model(name), text(3 * GRID + 5), f"file://{tmp_path}"
     with KVStore(url, read="always") as store:
         asked(model, pool := pool_of(model, kv, store=store), ids)
         assert pool.flush()
@@ -369,7 +376,7 @@ def test_another_process_finds_a_prefix_in_a_store(name: str, kv: str, tmp_path:
 
 
 def test_a_store_gives_states_of_the_same_grid_and_kind_only(tmp_path: Path) -> None:
-    model, ids = stateful_model("falcon_h1"), text(4 * GRID + 5)
+    model, ids = kept_model("falcon_h1"), text(4 * GRID + 5)
     options: dict[str, Any]
     with KVStore(f"file://{tmp_path}", read="always") as store:
         asked(model, pool := pool_of(model, store=store), ids)

@@ -13,7 +13,7 @@ from integrations.test_latents import FAMILIES as OF_LATENTS
 from integrations.test_latents import family
 from oracles.batching import alone, random_requests, session
 from oracles.pairs import in_turn
-from oracles.stateful_models import STATES_IN_SESSIONS, stateful_model
+from oracles.stateful_models import STATES_IN_SESSIONS, small_model
 
 from kvloom.errors import StateError
 from kvloom.integrations.transformers import continuous_batching
@@ -24,8 +24,8 @@ NEW, LIKELIEST = 20, 3
 MODELS: dict[str, Any] = {
     "Llama": lambda: model_of("Llama", torch.float32),
     "Gemma2": lambda: model_of("Gemma2", torch.float32),  # logits are capped behind the head
-    "qwen3_next": lambda: stateful_model("qwen3_next"),
-    "deepseek_v3": lambda: family("deepseek_v3"),
+    "qwen3_next": lambda: small_model("qwen3_next"),
+    "deepseek_v3": lambda: family("deepseek_v3", num_hidden_layers=2),
 }
 IS_THERE = {"qwen3_next": STATES_IN_SESSIONS, "deepseek_v3": "deepseek_v3" in OF_LATENTS}
 """In this version of transformers."""

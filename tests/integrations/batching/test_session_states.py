@@ -22,7 +22,7 @@ from oracles.batching import (
     session,
 )
 from oracles.pairs import in_turn
-from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, WRONG, mixers, stateful_model
+from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, WRONG, mixers, small_model, stateful_model
 from transformers import GenerationConfig
 
 from kvloom.errors import StateError, UnsupportedError
@@ -50,7 +50,7 @@ def model() -> Any:
 
 @pytest.mark.parametrize(("name", "case"), in_turn(FAMILIES, list(CASES)))
 def test_requests_of_every_family_have_the_tokens_of_generate(name: str, case: str) -> None:
-    model, requests = stateful_model(name), random_requests(REQUESTS, seed=3)
+    model, requests = small_model(name), random_requests(REQUESTS, seed=3)
     expected = [alone(model, x, NEW) for x in requests]
     continuous_batching(model, state_interval=STEP)
     with session(model, {"max_new_tokens": NEW}, **CASES[case]) as running:
@@ -77,7 +77,7 @@ def test_order_and_arrival_do_not_count(model: Any, seed: int) -> None:
 )
 def test_codes_beside_states(name: str, kv: str) -> None:
     """Alone in a session, as rounding may choose another code in a step of several requests."""
-    model, requests = stateful_model(name), random_requests(REQUESTS // 2, seed=5)
+    model, requests = small_model(name), random_requests(REQUESTS // 2, seed=5)
     model.set_attn_implementation("kvloom")
     expected = [alone(model, x, NEW, KVCache.for_model(model, kv)) for x in requests]
     assert [batched(model, [x], NEW, kv)[0] for x in requests] == expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 from integrations.batching.test_session_states import FAMILIES, PROMPT, STEP
 from oracles.batching import GREEDY, alone, batching_config, session
-from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, stateful_model
+from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, small_model, stateful_model
 from transformers import GenerationConfig
 
 from kvloom.errors import ArgumentError
@@ -33,7 +33,7 @@ def found(running: Any, prompt: list[int], **options: Any) -> tuple[list[int], i
     "name", [x for x in FAMILIES if x in ("qwen3_next", "lara_mini", "falcon_h1", "lfm2", "kimi_linear")]
 )
 def test_prefixes_are_found_where_states_are_kept(name: str) -> None:
-    model = continuous_batching(stateful_model(name), state_interval=STEP)
+    model = continuous_batching(small_model(name), state_interval=STEP)
     parted = [[*PROMPT[:50], *[x] * 18] for x in (4, 5)]
     prompts = {  # and the tokens that each finds
         "the first": (PROMPT, 0),
