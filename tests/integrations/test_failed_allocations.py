@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import family
-from integrations.test_pool_rows import MODELS, expect_rows, forward, padded
+from integrations.test_pool_rows import NAMES, expect_rows, forward, padded
 from integrations.test_pool_windows import model_of, text
 from oracles.allocations import STRIDE, Refusing, Run, every_failure, same
 from oracles.language_models import make_model
@@ -228,7 +228,7 @@ def test_every_allocation_of_a_pool_can_fail() -> None:
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])
-@MODELS
+@pytest.mark.parametrize("name", NAMES)
 def test_a_first_forward_of_padded_rows_that_finds_no_memory_is_taken_back(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from integrations.test_families import family
 from integrations.test_pool_windows import FAMILIES, cold, model_of, text
-from oracles.pairs import pairwise
+from oracles.pairs import in_turn, pairwise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -21,7 +21,7 @@ from kvloom.integrations.transformers import KVCache, KVPool, enable
 from kvloom.store import KVStore
 
 NAMES, ALL_KINDS = ["Llama", "Mistral", "Gemma3"], ["auto", "int8", "int4:g8"]
-MODELS, KINDS = pytest.mark.parametrize("name", NAMES), pytest.mark.parametrize("kv", ALL_KINDS)
+IN_TURN = pytest.mark.parametrize(("name", "kv"), in_turn(NAMES, ALL_KINDS))
 
 
 def padded(texts: Sequence[Tensor], more: int = 0) -> tuple[Tensor, Tensor]:
@@ -81,8 +81,7 @@ def test_random_batches_have_the_bits_of_their_rows(name: str, kv: str, page_siz
     assert pool.report()["tokens_found"] == num_found
 
 
-@KINDS
-@MODELS
+@IN_TURN
 def test_a_short_row_begins_far_behind_a_long_one(name: str, kv: str) -> None:
     """Cold and warm: attention counts its tokens from its own first one, whole partial results later."""
     model, texts = model_of(name, 600), [text(1100), text(70, 1), text(500, 2), text(1, 3)]
@@ -99,8 +98,7 @@ def test_a_short_row_begins_far_behind_a_long_one(name: str, kv: str) -> None:
     pool.check()
 
 
-@KINDS
-@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
+@pytest.mark.parametrize(("kv", "name"), in_turn(ALL_KINDS, ["Mistral", "Gemma3"]))
 def test_windows_give_back_what_they_pass_of_each_row(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +151,7 @@ def test_generate_continues_each_row_as_alone_in_turns(name: str, kv: str, atten
         ]
 
 
-@KINDS
-@MODELS
+@IN_TURN
 def test_what_a_batch_committed_is_found_alone_and_in_others(name: str, kv: str) -> None:
     """Pages begin where the tokens of a row do, so another padding changes nothing."""
     model, texts = model_of(name), [text(75), text(160, 1), text(5, 2)]
@@ -228,8 +225,7 @@ def _committed(model: Any, pool: KVPool, ids: Tensor) -> Tensor:
     return logits
 
 
-@KINDS
-@MODELS
+@IN_TURN
 def test_another_process_reads_rows_from_a_store(name: str, kv: str, tmp_path: Path) -> None:
     model, texts = model_of(name), [text(75), text(160, 1), text(30, 2)]
     ids, mask = padded(texts)
@@ -303,8 +299,7 @@ def test_a_model_without_positions_is_refused() -> None:
     assert pool.begin(ids, attention_mask=torch.ones_like(mask)).get_seq_length() == 0
 
 
-@KINDS
-@MODELS
+@IN_TURN
 def test_forks_and_chosen_rows_go_on(name: str, kv: str, tmp_path: Path) -> None:
     """Also while a row has not begun: it begins where its tokens do in each of them."""
     model, texts = model_of(name), [text(90), text(6, 1), text(60, 2)]
@@ -333,8 +328,7 @@ def test_forks_and_chosen_rows_go_on(name: str, kv: str, tmp_path: Path) -> None
     pool.check()
 
 
-@KINDS
-@MODELS
+@IN_TURN
 def test_a_crop_keeps_the_padding(name: str, kv: str) -> None:
     """Also back to where a row has not begun."""
     model, texts = model_of(name), [text(60), text(9, 1), text(40, 2)]
