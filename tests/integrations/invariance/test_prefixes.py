@@ -178,7 +178,7 @@ def test_residual_windows_take_as_many_pages_as_they_were_given() -> None:
     assert found[-4:] == [88] * 4 and found[0] == 0  # the ends that were used last
     [residual] = [sequences.residual for sequences in pool._empty.sequences]
     assert residual is not None and residual.pages.pool.num_pages == 8 * 9  # eight ends of 64 tokens
-    assert pool.report()["residual_bytes"] == 72 * 8 * residual.pages.storages[0].nbytes_per_token * 4
+    assert pool.report()["residual_bytes"] == 72 * 8 * residual.pages.storages[0].nbytes_per_token * 2
 
 
 def test_pages_of_layers_that_were_not_invariant_are_not_found(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_the_report_of_a_pool_says_what_its_layers_are() -> None:
     pool = KVPool.for_model(model, max_tokens=64, batch_invariant=True)
     layers = pool.report()["layers"]
     assert json.loads(json.dumps(layers)) == layers  # as metrics are sent
-    assert sum(layers["rules"].values()) == 29 and layers["packed"] == layers["packed_bytes"] == 0
+    assert sum(layers["rules"].values()) == 15 and layers["packed"] == layers["packed_bytes"] == 0
     assert layers["not_invariant"] == {"attention is 'sdpa', not 'kvloom'": 1}
     assert layers["batch_invariant"] is False
     enable(model)
