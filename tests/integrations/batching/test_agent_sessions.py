@@ -264,7 +264,7 @@ def test_random_agents_have_the_tokens_of_requests_that_find_nothing(
     name: str, num_blocks: int, seed: int, tmp_path: Path
 ) -> None:
     """Few pages, preemption, prompts that part, cancelled requests, sessions that are forgotten."""
-    model, draw, kv = family(name), random.Random(seed), KINDS[name]
+    model, draw, kv = family(name, num_hidden_layers=2), random.Random(seed), KINDS[name]
     asked: dict[str, list[int]] = {}
     texts: dict[str, list[int]] = {}
     options: dict[str, Any] = {"num_blocks": num_blocks, "max_batch_tokens": draw.choice([16, 64])}

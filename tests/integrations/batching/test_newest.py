@@ -15,6 +15,7 @@ from integrations.test_families import family
 from oracles.batching import GREEDY, alone, random_requests, session
 from oracles.bits import assert_same_bits, generator
 from oracles.language_models import make_model
+from oracles.pairs import pairwise
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
@@ -76,9 +77,11 @@ def attend(cache: BatchCache, states: list[Any], counts: list[int], *tensors: Te
     return out
 
 
-@pytest.mark.parametrize("quant", [QuantSpec(4, 16), QuantSpec(4, 32, rotated=True)], ids=str)
-@pytest.mark.parametrize("window", [None, 9, 50])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "window", "quant"),
+    pairwise(range(2), [None, 9, 50], [QuantSpec(4, 16), QuantSpec(4, 32, rotated=True)]),
+    ids=str,
+)
 def test_a_request_has_the_bits_that_it_has_alone(seed: int, window: int | None, quant: QuantSpec) -> None:
     draw, numbers = random.Random(seed), generator(seed)
     format = CacheFormat(quant=quant, recent=RECENT, page_size=16)
