@@ -9,12 +9,10 @@ import pytest
 import torch
 import transformers
 from integrations.test_families import SMALL
-from oracles.batching import HAS_SESSIONS
 from transformers import AutoModelForCausalLM
 
-from kvloom.integrations.transformers import KVPool, load_model
+from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.isolation import check_isolation
-from kvloom.models import bundled_model_path
 from kvloom.store import KVStore
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -81,11 +79,3 @@ def test_a_family_finds_the_texts_of_padded_rows(name: str) -> None:
         assert torch.equal(out[:, -6:], torch.stack(alone))
         pool.commit(cache, out)
     assert [pool.begin(row).get_seq_length() for row in rows] == [20, 12, 0]
-
-
-def test_the_bundled_model_is_isolated() -> None:
-    model, _ = load_model(bundled_model_path())
-    checks = check_isolation(model, "int8")
-    assert [x for x in checks if x.problem] == []
-    names = {"the same text", "a hook", "a weight was written"} | ({"a session"} if HAS_SESSIONS else set())
-    assert {x.name for x in checks} >= names
