@@ -228,10 +228,11 @@ def test_a_static_cache_gives_the_stock_tokens(name: str) -> None:
     assert torch.equal(ours.sequences, stock.sequences)
 
 
-# Some seconds each. glm5_next gathers its keys to read their shape, which Dynamo does not trace.
+# Seconds for each layer. glm5_next gathers its keys to read their shape, which Dynamo does not trace.
 @pytest.mark.parametrize("name", [x for x in INDEXED if x in ("deepseek_v32", "hy_v4", "mistral_large4")])
 def test_every_step_over_a_static_cache_is_one_graph(name: str) -> None:
-    model, ids, counter = family(name), text(16), CompileCounter()
+    shared = {"indexer_types": ["full", "shared"], "kv_source_layers": [0, 0], "no_rope_layers": [1, 1]}
+    model, ids, counter = family(name, num_hidden_layers=2, **shared), text(16), CompileCounter()
     model.set_attn_implementation("kvloom")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     plain, ours = (KVCache.for_model(model, static=True, max_tokens=40) for _ in range(2))
