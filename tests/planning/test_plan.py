@@ -177,16 +177,17 @@ def test_states_outside_the_cache_are_refused(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("name", [*FAMILIES, *VISION])
 def test_packed_weights_are_what_enable_packs(name: str) -> None:
     model = family(name) if name in FAMILIES else vision_model(name)
+    shape = ModelShape.of(model.config)
     enable(model, pack=True)
-    planned = kvloom.plan(model.config, context=9, pack=True)
+    planned = kvloom.plan(shape, context=9, pack=True)
     packed = [x.weight for x in model.modules() if hasattr(x, "packed")]
     assert sum(x.nbytes for x in packed) < report_layers(model).packed_bytes <= planned.packed
     assert planned.packed == sum(x.element_size() * prod(-(-n // 64) * 64 for n in x.shape) for x in packed)
-    without = kvloom.plan(model.config, context=9)
+    without = kvloom.plan(shape, context=9)
     assert planned.total == without.total + planned.packed and without.packed == 0
-    assert kvloom.plan(model.config, context=9, pack="only").total == without.total
+    assert kvloom.plan(shape, context=9, pack="only").total == without.total
     with pytest.raises(ArgumentError, match="pack must be False, True or 'only', got 'both'"):
-        kvloom.plan(model.config, context=9, pack="both")
+        kvloom.plan(shape, context=9, pack="both")
 
 
 def test_packed_weights_of_whole_blocks_are_planned_to_the_byte() -> None:
