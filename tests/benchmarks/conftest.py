@@ -24,6 +24,7 @@ def quick(
     """Runs a benchmark with ``--quick`` and returns its line."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     threads, disabled = torch.get_num_threads(), logging.root.manager.disable
+    num_frozen = gc.get_freeze_count()
 
     def run(name: str, *args: str) -> Any:
         monkeypatch.setattr(sys, "argv", [name, "--quick", *args])
@@ -37,7 +38,10 @@ def quick(
     yield run
     torch.set_num_threads(threads)
     logging.disable(disabled)
-    gc.unfreeze()
+    if gc.get_freeze_count() > num_frozen:  # by the benchmark: modules stay frozen, what it made goes
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
     for module in [*sys.modules]:
         if (BENCHMARKS / f"{module}.py").exists():
             del sys.modules[module]
