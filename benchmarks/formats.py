@@ -220,13 +220,13 @@ def contenders(model: Any) -> tuple[dict[str, Peer], list[str]]:
     return peers | {LLAMA_CPP.name: Peer(LLAMA_CPP.name, LLAMA_CPP.cache)}, missing
 
 
-def planned(model: Any, tokenizer: Any, path: Path) -> Peer:
+def planned(model: Any, tokenizer: Any, num_tokens: int, path: Path) -> Peer:
     """A cache by a plan of bits for the model, made on text that it is not measured on."""
     config = model.config
     side = SideFormat(config.head_dim, "float32")
     entry = Entry(config.num_hidden_layers * config.num_key_value_heads, side, side)
     of_newest = entry.nbytes * ring_slots(CODES["int4"].recent) / LONG
-    text = windows_of(tokenizer, iter_texts("train"), 2 * WINDOW)
+    text = windows_of(tokenizer, iter_texts("train"), num_tokens)
     plan_bits(model, text, budget=PLANNED - of_newest).save(path)
     return Peer(f"planned, {PLANNED:,} bytes", lambda model: KVCache.for_model(model, path))
 
@@ -256,7 +256,10 @@ def main() -> None:
     kinds = [*simulated, *((PLAIN, ROTATED) if args.quick else STORED), *theirs.values()]
     changed = with_outliers(plain)
     with TemporaryDirectory() as folder:
-        plans = [planned(x, tokenizer, Path(folder) / f"{i}.json") for i, x in enumerate((plain, changed))]
+        plans = [
+            planned(x, tokenizer, 64 if args.quick else 2 * WINDOW, Path(folder) / f"{i}.json")
+            for i, x in enumerate((plain, changed))
+        ]
         exact, *measured = quality(plain, windows, [*kinds, plans[0]])
         outliers = quality(changed, windows, [*kinds, plans[1]])[1:]
     int4 = next(row for row in measured if row.kind == PLAIN)

@@ -81,12 +81,14 @@ def storages(x: object, found: dict[int, int], seen: set[int]) -> None:
             storages(getattr(x, name, None), found, seen)
 
 
-def measure(model: Any, found: list[Contender], context: int, new: int, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    model: Any, found: list[Contender], context: int, new: int, rounds: int, warmup: int
+) -> list[dict[str, Any]]:
     """A row for each contender."""
-    bound = -(-(context + (WARMUP + rounds) * new) // PAGE) * PAGE
+    bound = -(-(context + (warmup + rounds) * new) // PAGE) * PAGE
     texts = {x.name: Text(model, x, context, bound) for x in found}
     calls: dict[str, Callable[[], float]] = {name: lambda x=x: x.grow(new) for name, x in texts.items()}
-    times = in_turn(calls, rounds, WARMUP)
+    times = in_turn(calls, rounds, warmup)
     rows = []
     for name, took in times.items():
         held: dict[int, int] = {}
@@ -110,11 +112,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    context, new, rounds = (32, 2, 2) if args.quick else (CONTEXT, NEW, ROUNDS)
+    context, new, rounds, warmup = (32, 2, 2, 1) if args.quick else (CONTEXT, NEW, ROUNDS, WARMUP)
     model = llama(8)
     found, missing = installed(contenders(), model)
     with torch.no_grad(), Probes().own_cores():
-        rows = measure(model, found, context, new, rounds)
+        rows = measure(model, found, context, new, rounds, warmup)
     print(
         json.dumps(
             {

@@ -76,7 +76,7 @@ def contenders() -> list[Entrant]:
     return [Entrant(quantized("fp8", 8)), *peers, *ours]
 
 
-def nbytes_per_token(model: Any, contender: Contender, num_tokens: int = 8192) -> float:
+def nbytes_per_token(model: Any, contender: Contender, num_tokens: int) -> float:
     """Bytes of the tensors that come to life with a cache, by its tokens."""
     gc.collect()
     before = live_storages()
@@ -102,13 +102,15 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--quick", action="store_true", help="one window and few caches, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a short text and few caches, to see that it runs"
+    )
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
-    num_windows = 1 if args.quick else args.windows
-    windows = windows_of(tokenizer, iter_texts("heldout"), num_windows * WINDOW)
+    num_tokens, stored = (128, 1024) if args.quick else (args.windows * WINDOW, 8192)
+    windows = windows_of(tokenizer, iter_texts("heldout"), num_tokens)
     gc.freeze()  # what is imported by now holds no cache, so it need not be searched again
     wanted = [x for x in contenders() if not args.quick or (x.chunk > 1 and x.group in (None, 64))]
     found, missing = installed([x.contender for x in wanted], model)
@@ -119,7 +121,7 @@ def main() -> None:
             "contender": entrant.contender.name,
             "group": entrant.group,
             "unquantized": entrant.unquantized,
-            "nbytes_per_token": nbytes_per_token(model, entrant.contender),
+            "nbytes_per_token": nbytes_per_token(model, entrant.contender, stored),
             "loss": math.log(row.perplexity),
             "perplexity": row.perplexity,
             "mean_kl": row.mean_kl,

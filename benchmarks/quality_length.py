@@ -51,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
     longest = positions_of(model) or WINDOW
-    windows = (100,) if args.quick else (WINDOW, longest)
+    windows = (50,) if args.quick else (WINDOW, longest)
     tokens = windows[0] if args.quick else args.tokens
     cases = [(text, window, "plain") for text in (HELD_OUT, *PACKAGES) for window in windows]
     cases += [(PACKAGES[0], window, keys) for keys in CHANGED for window in windows]

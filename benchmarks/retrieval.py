@@ -79,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     load = untrained_model if args.quick else trained_model
     model = load()
-    length, questions, num_texts = (256, 4, 1) if args.quick else (LENGTH, QUESTIONS, args.texts)
+    length, questions, num_texts = (256, 2, 1) if args.quick else (LENGTH, QUESTIONS, args.texts)
     records = min(MOST_RECORDS, (length - GAP - questions * RECORD) // (2 * RECORD))
     rng = random.Random(1)
     batches = [
@@ -87,7 +87,7 @@ def main() -> None:
         for i in range(0, num_texts, ROWS)
     ]
     found, missing = installed(contenders()[:3] if args.quick else contenders(), model)
-    nbytes = {x.name: nbytes_per_token(model, x) for x in found}
+    nbytes = {x.name: nbytes_per_token(model, x, 1024 if args.quick else 8192) for x in found}
     rows: list[dict[str, Any]] = []
     for keys in args.keys:
         model = load()  # beside a model stays what was calibrated with keys of another case

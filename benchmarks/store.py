@@ -48,11 +48,11 @@ GEOMETRIES = ((4, 8, 64), (32, 8, 128))
 """Layers, heads, head dim."""
 
 
-def make_model() -> Any:
-    """4 layers of 8 heads of 64."""
+def make_model(layers: int) -> Any:
+    """Layers of 8 heads of 64."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1408, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=8, head_dim=64, max_position_embeddings=8192,
         attn_implementation="kvloom",
     )  # fmt: skip
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     length, steps, rounds = (64, 2, 1) if args.quick else (2048, 128, args.rounds)
-    model = make_model()
+    model = make_model(1 if args.quick else 4)
     with tempfile.TemporaryDirectory() as folder:
         rows = [measure(model, kind, Path(folder) / kind, length, steps, rounds) for kind in KINDS]
         reads = [
