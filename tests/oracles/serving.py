@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import openai
 from transformers import ContinuousBatchingConfig
 
+from kvloom.cli import main
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
 from kvloom.serving.models import Model
@@ -111,6 +116,44 @@ def running(models: list[Model], settings: Settings) -> Iterator[int]:
             thread.join()
 
 
+SAYS = r"kvloom: .+ at (https?://127\.0\.0\.1:\d+/v1)\n"
+"""The line of a server that has begun."""
+
+
+def serve(ask: Callable[[str], object], *options: str) -> tuple[int, str]:
+    """``kvloom serve`` in this process, until ``ask`` returns, which is called with its URL in a thread.
+
+    The server has the main thread, as it needs to be told by a signal.
+
+    Returns:
+        Its exit status, and what it has said on standard error behind its URL.
+    """
+    said, ended = io.StringIO(), threading.Event()
+
+    def ask_and_stop() -> None:
+        try:
+            while (found := re.match(SAYS, said.getvalue())) is None:
+                assert not ended.wait(0.005), said.getvalue()
+            ask(found[1])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    try:
+        with ThreadPoolExecutor(1) as pool, mock.patch.dict(os.environ), redirect_stderr(said):
+            asked = pool.submit(ask_and_stop)
+            try:
+                status = main(["serve", "--port", "0", *options])
+            finally:
+                ended.set()
+            asked.result()
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    return status, re.sub(SAYS, "", said.getvalue())
+
+
 @contextmanager
 def started(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """``kvloom serve`` as a process, and the URL that it says; it is killed unless it has ended."""
@@ -121,7 +164,7 @@ def started(*options: str, **environment: str) -> Iterator[tuple[str, subprocess
         try:
             assert process.stderr is not None
             line = process.stderr.readline()
-            found = re.fullmatch(r"kvloom: .+ at (https?://127\.0\.0\.1:\d+/v1)\n", line)
+            found = re.fullmatch(SAYS, line)
             assert found, line
             yield found[1], process
         finally:

@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 from browsers import NEEDS_BROWSER, opened, wait
-from oracles.serving import PROMPT, Served, make_session, running, started
+from oracles.serving import PROMPT, Served, make_session, running, serve
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -163,11 +163,12 @@ def test_a_browser_shows_the_model_that_is_chosen(server: Served, tmp_path: Path
         assert not browser.get_log("browser")
 
 
-def test_a_process_serves_the_models_of_its_options(tmp_path: Path) -> None:
+def test_the_command_serves_the_models_of_its_options(tmp_path: Path) -> None:
     other_model().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((bundled_model_path() / name).read_bytes())
-    with started("--model", f"code={bundled_model_path()}", "--model", f"noise={tmp_path}") as (url, process):
+
+    def ask(url: str) -> None:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["code", "noise"]
             for name in ("code", "noise"):
@@ -176,9 +177,8 @@ def test_a_process_serves_the_models_of_its_options(tmp_path: Path) -> None:
         with closing(http.client.HTTPConnection(url.split("/")[2])) as connection:
             connection.request("GET", "/health")
             assert connection.getresponse().status == 200
-        process.terminate()
-        assert process.wait() == 0
-        assert process.stderr is not None and process.stderr.read() == ""
+
+    assert serve(ask, "--model", f"code={bundled_model_path()}", "--model", f"noise={tmp_path}") == (0, "")
 
 
 @pytest.mark.parametrize(

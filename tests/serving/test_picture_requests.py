@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import signal
 import struct
 import zlib
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from oracles.serving import started
+from oracles.serving import serve
 from oracles.vision import (
     BEFORE,
     BEHIND,
@@ -190,17 +189,18 @@ def test_a_folder_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     tokens = stock_answer(parts, content, 6)[0]
     parts.model.save_pretrained(tmp_path)
     parts.processor.save_pretrained(tmp_path)
-    with started(str(tmp_path), "--name", "eyes", "--picture-tokens", "512") as (url, process):
+
+    def ask(url: str) -> None:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             answer = client.chat.completions.create(
                 model="eyes", messages=shown(*content), max_tokens=6, temperature=0, logprobs=True
             )
             text = client.completions.create(model="eyes", prompt="import", max_tokens=2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == 0
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None and text.choices[0].text
-    assert [x.token for x in logprobs.content] == tokens
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None and text.choices[0].text
+        assert [x.token for x in logprobs.content] == tokens
+
+    assert serve(ask, str(tmp_path), "--name", "eyes", "--picture-tokens", "512")[0] == 0
     (tmp_path / "processor_config.json").write_text("{}")
     model, _ = load_model(tmp_path, progress=False)
     assert processor_of(model, tmp_path) is None

@@ -1,4 +1,4 @@
-"""``kvloom serve`` as a process."""
+"""``kvloom serve`` as a command, and as a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import openai
 import pytest
-from oracles.serving import PROMPT, started
+from oracles.serving import PROMPT, serve, started
 
 from kvloom.tracing.recording import causes_of, read_lines, requests_of
 
@@ -53,18 +53,21 @@ def test_a_server_that_is_stopped_gives_the_answer_that_has_begun(
 
 
 def test_a_server_of_the_bundled_model_answers_a_chat() -> None:
-    with started() as (url, _), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    def ask(url: str) -> None:
         messages: Any = [{"role": "user", "content": "Count the lines of a file"}]
-        answer = client.chat.completions.create(model="stdlib-4m", messages=messages, max_tokens=24)
-        said = answer.choices[0].message.content
-        assert said is not None and re.match(r" \w+\(.*\):\n    ", said)  # the rest of a function's head
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Close it"}]
-        usage = client.chat.completions.create(model="stdlib-4m", messages=messages, max_tokens=1).usage
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            answer = client.chat.completions.create(model="stdlib-4m", messages=messages, max_tokens=24)
+            said = answer.choices[0].message.content
+            assert said is not None and re.match(r" \w+\(.*\):\n    ", said)  # the rest of a function's head
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Close it"}]
+            usage = client.chat.completions.create(model="stdlib-4m", messages=messages, max_tokens=1).usage
         assert usage is not None and usage.prompt_tokens_details is not None
         assert (
             usage.prompt_tokens_details.cached_tokens == 32
         )  # the full pages of the first prompt and its answer
         assert kept(url) == ("auto", 4 * NUMBERS)
+
+    assert serve(ask) == (0, "")
 
 
 def kept(url: str) -> tuple[str, int]:
@@ -74,14 +77,14 @@ def kept(url: str) -> tuple[str, int]:
 
 
 def test_a_server_computes_and_keeps_as_its_options_say() -> None:
-    with started("--dtype", "float16", "--kv", "int8", "--values", "int4") as (url, process):
+    def ask(url: str) -> None:
         body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
         answer = json.load(urlopen(Request(f"{url}/completions", body)))
         assert answer["usage"]["completion_tokens"] == 2
         scales = NUMBERS // 64  # of 2 bytes
         assert kept(url) == ("int8:g64/int4:g64", NUMBERS * 3 // 4 + 2 * scales)
-        process.terminate()
-        assert process.wait() == 0
+
+    assert serve(ask, "--dtype", "float16", "--kv", "int8", "--values", "int4")[0] == 0
 
 
 def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:

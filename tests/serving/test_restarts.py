@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +11,12 @@ from typing import Any
 import openai
 import pytest
 from oracles.language_models import make_model
-from oracles.serving import PROMPT, Served, make_session, served
+from oracles.serving import PROMPT, Served, make_session, serve, served
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import continuous_batching
 from kvloom.integrations.transformers.batching.manager import BatchingManager
+from kvloom.serving import server as server_module
 from kvloom.serving import session as session_module
 from kvloom.serving.settings import Settings
 
@@ -130,46 +127,36 @@ def test_a_session_that_cannot_begin_is_a_failure(monkeypatch: pytest.MonkeyPatc
     assert session.failure is not None and not session.alive
 
 
-PROCESS = """
-import sys
-from kvloom.serving import server
-run = server.run
-def run_broken(models, *arguments):
-    def fail(*_):
-        raise RuntimeError("every forward is broken")
-    models[0].session.model.register_forward_pre_hook(fail)
-    return run(models, *arguments)
-server.run = run_broken
-from kvloom.cli import main
-sys.exit(main())
-"""
+def test_a_server_whose_session_dies_again_and_again_exits_with_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, seen = server_module.run, set()
 
+    def run_broken(models: Any, settings: Settings) -> int:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("every forward is broken")
 
-def test_a_server_whose_session_dies_again_and_again_exits_with_status_1(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROCESS, "serve", "--name", "small", "--port", "0"]
-    command += ["--record", str(tmp_path / "events.jsonl")]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as process:
-        assert process.stderr is not None
-        found = re.fullmatch(r"kvloom: small at (http://.*/v1)\n", process.stderr.readline())
-        assert found
-        with openai.OpenAI(base_url=found[1], api_key="none", max_retries=0) as client:
-            seen = set()
-            while process.poll() is None:
+        models[0].session.model.register_forward_pre_hook(fail)
+        return run(models, settings)
+
+    def ask(url: str) -> None:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            while True:
                 try:
                     client.completions.create(model="small", prompt=PROMPT, max_tokens=1)
                 except openai.APIStatusError as error:
                     seen.add((error.status_code, str(error.body["message"])))  # type: ignore[index]
                 except openai.APIConnectionError:
-                    pass  # it is gone, or about to be
-        said = process.stderr.read()
-    assert process.returncode == 1
+                    return  # it is gone
+
+    monkeypatch.setattr(server_module, "run", run_broken)
+    status, said = serve(ask, "--name", "small", "--record", str(tmp_path / "events.jsonl"))
+    assert status == 1
     assert (503, "the session failed: every forward is broken") in seen
     assert {status for status, _ in seen} == {503}
-    assert said.endswith(
-        "\nkvloom: the session ended: RuntimeError: every forward is broken, "
+    assert said == (
+        "kvloom: the session ended: RuntimeError: every forward is broken, "
         "3 times without a new token between\n"
     )
-    assert said.count("the session died and begins again with new pages") == 2
+    assert caplog.text.count("the session died and begins again with new pages") == 2
     assert (tmp_path / "events.jsonl").read_text()
