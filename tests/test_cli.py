@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from core.spellings import BAD
@@ -15,6 +16,7 @@ from core.spellings import BAD
 import kvloom
 from kvloom.cli import main
 from kvloom.core.entries import choice
+from kvloom.core.specs import dtype_name
 from kvloom.core.spelling import STORAGE
 from kvloom.integrations import vllm
 from kvloom.models import bundled_model_path
@@ -45,9 +47,18 @@ def test_info_names_version_backends_capability_and_devices(capsys: pytest.Captu
         assert word in out
 
 
-def test_info_says_to_how_many_rows_products_are_padded_and_what_onednn_packs() -> None:
-    out = run("info", OMP_NUM_THREADS="1", ONEDNN_MAX_CPU_ISA="AVX2").stdout
-    rows = dict(re.findall(r"^(\w+) rows +(.*)$", out, re.MULTILINE))
+def test_info_says_to_how_many_rows_products_are_padded_and_what_onednn_packs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvloom.integrations.transformers.invariance import packing
+
+    def why_not(weight: Any) -> str | None:
+        name = dtype_name(weight.dtype)
+        return None if name == "float32" else f"{name} without its instructions"
+
+    monkeypatch.setattr(packing, "why_not_packable", why_not)
+    assert main(["info"]) == 0
+    rows = dict(re.findall(r"^(\w+) rows +(.*)$", capsys.readouterr().out, re.MULTILINE))
     assert [*rows] == ["float32", "bfloat16", "float16"]
     for name, said in rows.items():
         rule, packed = said.split("; ")
@@ -269,24 +280,27 @@ def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch: pytest.Monkey
     assert out.getvalue().startswith(b"caf\\xe9 = ")
 
 
+def print_to(output: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command that imports little, in a process of its own, whose standard output is ``output``."""
+    trace = folder / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [1]}\n')
+    code = "import sys; from kvloom.cli import main; sys.exit(main())"
+    command = [sys.executable, "-E", "-c", code, "simulate", str(trace), "--json"]
+    return subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_output_that_cannot_be_written_is_one_line() -> None:
-    code = "import sys; from kvloom.cli import main; sys.exit(main(['conform', 'list']))"
+def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-E", "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = print_to(full, tmp_path)
     assert done.returncode == 2
     assert done.stderr == "kvloom: [Errno 28] No space left on device\n"
 
 
-def test_a_reader_that_has_gone_is_one_line() -> None:
+def test_a_reader_that_has_gone_is_one_line(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    code = "import sys; from kvloom.cli import main; sys.exit(main(['conform', 'list']))"
-    done = subprocess.run(
-        [sys.executable, "-E", "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
-    )
+    done = print_to(writing, tmp_path)
     os.close(writing)
     assert done.returncode == 2
     assert done.stderr == "kvloom: [Errno 32] Broken pipe\n"
