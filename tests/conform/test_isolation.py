@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conform.processes import prepared
 from conform.test_targets import compiled, needs_cc
 
 pytest.importorskip("safetensors")
@@ -62,10 +64,11 @@ def waits(**call):
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "isolated_engine.py").write_text(ENGINE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    return "isolated_engine"
+    with prepared():
+        yield "isolated_engine"
 
 
 def numbers(vectors: list[Vector]) -> list[str]:
@@ -74,7 +77,7 @@ def numbers(vectors: list[Vector]) -> list[str]:
 
 @needs_cc
 def test_a_crash_is_a_failure_of_its_vector(tmp_path: Path) -> None:
-    with isolated(f"{compiled(tmp_path)}:crashes") as target:
+    with prepared(), isolated(f"{compiled(tmp_path)}:crashes") as target:
         report = run(target, MIXED)
     assert [o.status for o in report.outcomes] == ["passed", "failed", "passed"]
     assert [o.message for o in report.failures] == [
@@ -85,7 +88,7 @@ def test_a_crash_is_a_failure_of_its_vector(tmp_path: Path) -> None:
 
 @needs_cc
 def test_a_call_that_does_not_end_is_a_failure_of_its_vector(tmp_path: Path) -> None:
-    with isolated(f"{compiled(tmp_path)}:hangs", timeout=3) as target:
+    with prepared(), isolated(f"{compiled(tmp_path)}:hangs", timeout=3) as target:
         report = run(target, MIXED)
     assert [o.status for o in report.outcomes] == ["passed", "failed", "passed"]
     assert report.failures[0].message == f"no answer within 3 s at vector {numbers(TWO)[0]}"

@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import zlib
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -14,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from conform.processes import prepared
 
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
@@ -31,11 +33,12 @@ def swapped(key, value, key_cache, value_cache, slot_mapping):
 
 
 @pytest.fixture
-def swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "engine.py").write_text(SWAPPED, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    return "engine:swapped"
+    with prepared():
+        yield "engine:swapped"
 
 
 def judge(dialect: str, target: str, *options: str) -> int:
@@ -59,7 +62,7 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     options = [word for kind, file in files.items() for word in (f"--{kind}", str(file))]
     (folder / "engine.py").write_text(SWAPPED, encoding="utf-8")
     target = RIGHT if request.param else ("vllm.reshape_and_cache_flash", "engine:swapped")
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+    with prepared(), pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
         patch.chdir(folder)
         patch.setenv("COLUMNS", "200")
         return Judged(judge(*target, *options), out.getvalue(), files)
@@ -106,7 +109,8 @@ def test_one_vector_can_be_run_again(swapped: str, tmp_path: Path) -> None:
 
 
 def test_more_vectors_are_made_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
-    assert judge(*RIGHT, "--seed", "5", "--count", "9") == 0
+    with prepared():
+        assert judge(*RIGHT, "--seed", "5", "--count", "9") == 0
     assert "29 passed, 0 failed" in capsys.readouterr().out
 
 
@@ -157,7 +161,7 @@ def pixels(file: Path) -> set[tuple[int, ...]]:
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_the_page_is_drawn(judged: Judged, tmp_path: Path) -> None:
     page, picture = judged.files["html"], tmp_path / "page.png"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=900,700"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,400"]
     flags.append(f"--user-data-dir={tmp_path / 'chromium'}")
     done = subprocess.run(
         [str(CHROMIUM), *flags, f"--screenshot={picture}", page.as_uri()],
