@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # Read when torch is loaded. Threads that spin while they wait take the cores from the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -24,6 +24,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("pr")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays, so that no garbage is looked for among it meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
