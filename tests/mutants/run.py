@@ -129,6 +129,7 @@ def make_copy(root: Path) -> Path:
     for name in ("csrc", "src", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.patch"))
     shutil.copy(ROOT / "pyproject.toml", root)
+    (root / "model").symlink_to(ROOT / "model")  # the bundled one, which need not be installed
     (root / "first").mkdir()
     (root / "first" / "sitecustomize.py").write_text(_FIND_THE_COPY)
     return root
