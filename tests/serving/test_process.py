@@ -87,8 +87,9 @@ def test_a_server_computes_and_keeps_as_its_options_say() -> None:
     assert serve(ask, "--dtype", "float16", "--kv", "int8", "--values", "int4")[0] == 0
 
 
-def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:
+def test_limits_are_as_the_options_say_and_layers_and_requests_are_lines() -> None:
     options = ["--max-body-bytes", "1000", "--max-header-bytes", "900", "--max-tokens", "3", "--access-log"]
+    options += ["--dtype", "bfloat16", "--pack", "both", "--no-batch-invariant"]
     seconds = [
         "--header-seconds",
         "0.3",
@@ -99,8 +100,11 @@ def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:
         "--drain-seconds",
         "2",
     ]
-    with started(*options, *seconds, "--dtype", "bfloat16") as (url, process):
+    with started(*options, *seconds, ONEDNN_MAX_CPU_ISA="AVX2") as (url, process):
         assert kept(url) == ("auto", 2 * NUMBERS)
+        metrics = urlopen(f"{url[:-3]}/metrics").read().decode()
+        for name in ("kvloom_batch_invariant", "kvloom_packed_bytes"):
+            assert f'{name}{{model="stdlib-4m"}} 0.0' in metrics
 
         def status(body: bytes, **headers: str) -> int:
             with closing(http.client.HTTPConnection(url.split("/")[2])) as connection:
@@ -119,8 +123,9 @@ def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:
         process.terminate()
         assert process.wait() == 0
         assert process.stderr is not None
-        first, *lines = process.stderr.read().splitlines()
-    assert " GET /dashboard/state 200 " in first
+        layers, first, second, *lines = process.stderr.read().splitlines()
+    assert layers == "linear layers that are not packed: 35, bfloat16 without its instructions; 1, tied"
+    assert " GET /dashboard/state 200 " in first and " GET /metrics 200 " in second
     told = [re.fullmatch(r"[-\d]+ [\d:,]+ POST /v1/completions (\d+) [\d.]+ ms(.*)", line) for line in lines]
     assert [x[1] for x in told if x] == ["200", "400", "413", "431", "408"] and len(told) == 5
     assert told[0] is not None and told[0][2] == " prompt=2 found=0 new=3"

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import openai
 import pytest
@@ -98,31 +91,3 @@ def test_layers_stay_while_a_server_serves_and_are_taken_back_with_its_end(pack:
     fresh = load_model(bundled_model_path(), progress=False)[0].float()
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), fresh.parameters(), strict=True))
     assert report_layers(model).packed_bytes == 0 and not report_layers(model).batch_invariant
-
-
-def test_a_process_serves_what_cannot_be_packed_and_says_why(tmp_path: Path) -> None:
-    model, tokenizer = load_model(bundled_model_path(), progress=False)
-    model.bfloat16().save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    code = "import sys; from kvloom.cli import main; sys.exit(main())"
-    options = ["serve", str(tmp_path), "--name", "half", "--port", "0", "--pack", "both"]
-    options += ["--no-batch-invariant"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *options], stderr=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stderr is not None
-    found = re.search(r"http://\S+", process.stderr.readline())
-    assert found
-    with openai.OpenAI(base_url=found[0], api_key="none", max_retries=5) as client:
-        answer = client.completions.create(model="half", prompt=PROMPT, max_tokens=3)
-    assert answer.usage is not None and answer.usage.completion_tokens == 3
-    metrics = urlopen(f"{found[0][:-3]}/metrics").read().decode()
-    for name in ("kvloom_batch_invariant", "kvloom_packed_bytes"):
-        assert f'{name}{{model="half"}} 0.0' in metrics
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 0
-    assert process.stderr.read() == (
-        "linear layers that are not packed: 35, bfloat16 without its instructions; 1, tied\n"
-    )
-    process.stderr.close()
