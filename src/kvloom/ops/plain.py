@@ -59,7 +59,7 @@ def store_plain(
     if value is not None and side is not None:
         if value.dtype not in side.dtypes or key.dtype != value.dtype:
             return False
-        if key.ndim != value.ndim or key.shape[:-1] != value.shape[:-1]:
+        if key.shape != value.shape and (key.ndim != value.ndim or key.shape[:-1] != value.shape[:-1]):
             return False
     try:
         if transform:

@@ -6,6 +6,7 @@ and Dv head dims.
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -120,13 +121,22 @@ def attention(
             if mask.dtype == torch.bool:
                 mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
             mask = mask + position_bias
-        scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
+        if s_aux is None and not torch.compiler.is_compiling():
+            scores = _scores(scaling, bool(causal), softcap)
+        else:
+            scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
         out = tokens.attend(query, scores, first=first, mask=mask)
     if absorbed is not None:
         out = absorbed.values(out)
     if torch.is_grad_enabled():
         out = refuse_gradient(out, *(x.untrained for x in (key, value) if isinstance(x, LazyStates)))
     return out, None
+
+
+@lru_cache
+def _scores(scale: float | None, is_causal: bool, softcap: float | None) -> ops.Scores:
+    """Formula of scores, the same object in all layers that share it."""
+    return ops.Scores(scale, is_causal, softcap=softcap)
 
 
 def _expect_served(dropout: float, options: dict[str, Any]) -> None:

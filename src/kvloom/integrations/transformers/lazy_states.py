@@ -42,12 +42,12 @@ class LazyStates(LazyTensor):
     @classmethod
     def pair(cls, tokens: Tokens, key: Tensor, value: Tensor) -> tuple["LazyStates", "LazyStates"]:
         """Keys and values of ``tokens``, of which ``key`` and ``value`` were stored last."""
-        pair = cls(), cls()  # attributes are set directly, which is faster than ``__init__`` in each layer
-        for states, newest in zip(pair, (key, value), strict=True):
-            states.tokens, states.dtype = tokens, newest.dtype
-            states.untrained = newest if newest.requires_grad else None
-        pair[1]._key_states = pair[0]
-        return pair
+        keys, values = cls(), cls()  # attributes are set directly, which is faster in each layer
+        keys.tokens = values.tokens = tokens
+        keys.dtype, values.dtype, values._key_states = key.dtype, value.dtype, keys
+        keys.untrained = key if key.requires_grad else None
+        values.untrained = value if value.requires_grad else None
+        return keys, values
 
     @property
     def shape(self) -> torch.Size:
