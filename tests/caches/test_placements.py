@@ -25,7 +25,7 @@ from kvloom.caches.sequences import RESIDUAL_ROLLBACK
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 
-PROGRAMS = int(os.environ.get("KVLOOM_LAYER_PROGRAMS", "3"))
+PROGRAMS = int(os.environ.get("KVLOOM_LAYER_PROGRAMS", "1"))
 WINDOWS = [None, 9, 50]
 KINDS = {
     "float32": CacheFormat(),
