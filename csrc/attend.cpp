@@ -38,7 +38,7 @@ CacheSide side_of(const Tensor& cache, const MaybeTensor& scale) {
   return side;
 }
 
-// A float tensor whose last dimensions are those of `stride`; the stride is 0 along those that it lacks.
+// A float tensor whose last dimensions are those of `stride`; the stride is 0 along missing dimensions.
 FloatArray floats_of(const Tensor& x, const char* message) {
   FloatArray array{x.const_data_ptr(), {0, 0, 0}, float_of(x, message)};
   const int64_t rank = x.dim();
@@ -133,7 +133,7 @@ void run(const AttendArgs& args) {
 
 // --- attend ------------------------------------------------------------------------------------------------
 
-// What only a part of an attention has.
+// Arguments of a part of an attention.
 struct Part {
   std::optional<int64_t> skip;
   MaybeTensor skip_from, prior, prior_lse;
@@ -149,13 +149,13 @@ const float* prior_of(const Tensor& x, std::initializer_list<int64_t> sizes, con
   return static_cast<const float*>(x.const_data_ptr());
 }
 
-// What only an attention with a positional bias has.
+// Arguments of a positional bias.
 struct Positional {
   const Tensor &coefficients, &frequencies;
   const MaybeTensor& first_position;
 };
 
-// What an overload asks for.
+// Arguments that differ between overloads.
 struct Variant {
   Part* part = nullptr;
   const Positional* positional = nullptr;
@@ -270,7 +270,7 @@ Tensor attend(const MaybeTensor& given, const Variant& variant, const Tensor& qu
   if (num_rows * args.num_heads * value_dim == 0) return out;
   args.out = out.mutable_data_ptr();
   args.prefetches_to_l2 = prefetches_to_l2();
-  // Prompts in tiles have bits of their own; those of few new tokens serve any number.
+  // Prompts in tiles have bits of their own; the kernels for few new tokens can run any number.
   args.in_tiles = !is_batch_invariant() && kernels().attend_in_tiles(args);
   args.num_threads = num_threads_for(args, args.num_heads * (key_dim + value_dim));
   run(args);

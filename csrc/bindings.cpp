@@ -255,7 +255,7 @@ void advise_huge_pages(Byte* data, int64_t bytes) {
 #endif
 }
 
-// What is loaded of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
+// Tensor for the loaded tokens of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
 Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t dtype) {
   Tensor out = slots.dim() == 1
                    ? empty_tokens(slots.size(0), heads, width, dtype)
@@ -283,7 +283,7 @@ Move load_side(const Tensor& cache, const MaybeTensor& scale, const Tensor& slot
 
 std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, const MaybeTensor& value_cache,
                                 const MaybeTensor& key_scale, const MaybeTensor& value_scale, int32_t dtype,
-                                int64_t num_repeat) {  // not ScalarType, which lacks dtypes
+                                int64_t num_repeat) {  // not ScalarType, which does not have all dtypes
   require(num_repeat > 0, "num_repeat must be at least 1");
   const int64_t count = slots.numel();
   const CheckedSlots from("slots", slots, count, source_view(key_cache).num_slots());

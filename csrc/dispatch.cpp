@@ -1,4 +1,4 @@
-// Which instruction set runs, chosen when the library is loaded. Plain C names, for ctypes.
+// Choice of the instruction set, made when the library is loaded. Plain C names, for ctypes.
 #include <atomic>
 #include <cstring>
 
@@ -127,7 +127,8 @@ __attribute__((visibility("default"))) const char* kvloom_isa() { return kvloom:
 // The largest head dim of the compiled attention.
 __attribute__((visibility("default"))) int64_t kvloom_max_head_dim() { return kvloom::kMaxHeadDim; }
 
-// Choose `name`: 0, or 1 if this machine lacks it, or 2 if this library does; then nothing changes.
+// Choose `name`: returns 0, or 1 if this machine does not have it, or 2 if this library does not; then
+// nothing changes.
 __attribute__((visibility("default"))) int kvloom_choose_isa(const char* name) {
   for (const kvloom::Candidate& each : kvloom::candidates) {
     if (std::strcmp(each.table->name, name) != 0) continue;

@@ -1,4 +1,4 @@
-// For tests: the kernels of isa_amx.cpp on tiles in plain C++, wherever AVX-512 is.
+// The kernels of isa_amx.cpp on tiles in plain C++, for tests on any processor with AVX-512.
 #define KVLOOM_ISA amx_emulated
 #define KVLOOM_NAME "amx-emulated"
 #define KVLOOM_TILES EmulatedTiles

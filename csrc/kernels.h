@@ -38,14 +38,13 @@ extern const Kernels kernels_amx_emulated;
 extern const Kernels kernels_neon;
 #endif
 
-// The chosen table: the best that this machine runs, unless told otherwise.
+// The chosen table: by default the best that this machine runs.
 const Kernels& kernels();
 
-// Whether attention prefetches to the second-level cache: what is faster on this processor, unless told
-// otherwise.
+// Whether attention prefetches to the second-level cache: by default what is faster on this processor.
 bool prefetches_to_l2();
 
-// Whether somebody holds attention to the same bits in calls of any number of new tokens, now.
+// Whether attention must have the same bits in calls of any number of new tokens, at present.
 bool is_batch_invariant();
 
 }  // namespace kvloom

@@ -1,4 +1,4 @@
-// How errors leave the library: as sentences that say which of Python's errors they are.
+// Errors of the library: sentences that name one of Python's errors.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

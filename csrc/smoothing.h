@@ -24,7 +24,7 @@ inline const void* data_of(const Tensor& x, int64_t num_heads, int64_t count, in
   return x.const_data_ptr();
 }
 
-// How rows of a tensor are smoothed; keeps copies as long as it lives. Positions may be any numbers, also
+// Arguments of smoothing, and the copies that they point to. Positions may be any numbers, also
 // if another thread changes them, so they are not copied.
 class Smoothing {
  public:
@@ -100,7 +100,7 @@ class Smoothing {
     args.from = static_cast<const Byte*>(x.const_data_ptr());
   }
 
-  // Where pairs are, by channels; after `set_offset`.
+  // Sets the place of each pair, by channels; after `set_offset`.
   void set_places() {
     const int64_t num_pairs = args.offset.num_pairs;
     if (num_pairs > kMaxPlaces) return;  // no vector holds so many

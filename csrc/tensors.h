@@ -114,7 +114,7 @@ inline Tensor empty_heads(int64_t rows, int64_t heads, int32_t dtype) {
   return empty_contiguous(std::array{rows, heads}, dtype);
 }
 
-// Addresses from the first byte of a tensor to behind its last.
+// Addresses from the first byte of a tensor to after its last.
 struct Span {
   explicit Span(const Tensor& x) : begin(static_cast<const Byte*>(x.const_data_ptr())), end(begin) {
     const auto sizes = x.sizes(), strides = x.strides();
@@ -148,7 +148,7 @@ inline View base_view(const Tensor& x, const void* data) {
   return view;
 }
 
-// What codes of that dtype are; `DType::bits` if there are no such codes.
+// Kind of the codes of a dtype; `DType::bits` if there are no such codes.
 inline DType codes_of(int32_t dtype) {
   if (dtype == aoti_torch_dtype_int8()) return DType::int8;
   if (dtype == aoti_torch_dtype_uint8()) return DType::int4;

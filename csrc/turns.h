@@ -1,4 +1,4 @@
-// Frequencies as the kernels take them: integers, whose multiples wrap where turns do.
+// Frequencies for the kernels: integers whose multiples wrap at whole turns.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,6 @@
 // The arguments of attention: pointers, sizes and strides, and no tensors.
 //
-// Letters: B sequences or blocks, S slots in a block, H key/value heads, D head dim, P pages of a sequence.
+// Shapes: B sequences or blocks, S slots in a block, H key/value heads, D head dim, P pages of a sequence.
 #pragma once
 
 #include "../base/slots.h"
@@ -10,7 +10,7 @@ namespace kvloom {
 
 constexpr Index kMaxHeadDim = 576;  // bounds what the kernels keep on the stack
 constexpr Index kMaxPairs = 64;     // of a positional bias, as well
-constexpr Index kTurnsBehind = 64;  // what may be read behind the last frequency of it
+constexpr Index kTurnsBehind = 64;  // numbers that may be read after its last frequency
 
 // Keys or values: x = code * scale where there are scales, whose group is D / (their last two sizes).
 struct CacheSide {
@@ -45,7 +45,7 @@ struct AttendArgs {
 
   CacheSide key;
   CacheSide value;
-  CacheSide rope;  // what the keys have behind those of `key`, where these are latents; of no data for none
+  CacheSide rope;  // rope keys beside latents in `key`; data is null for none
   PageTable table;
 
   Index num_sequences;
@@ -67,7 +67,7 @@ struct AttendArgs {
   float* lse;              // [Tq, Hq], null of a whole attention
   const float* prior;      // [Tq, Hq, Dv], null for none
   const float* prior_lse;  // [Tq, Hq]
-  Index skip;              // newest tokens that a query leaves out, itself included; 0 for none
+  Index skip;              // last tokens that a query leaves out, itself included; 0 for none
   const Index* skip_from;  // of sequence b only those from this one on are left out; null for all
 
   Index num_threads;      // that will run the items; no result depends on it

@@ -53,7 +53,7 @@ template <bool is_int4, class T>
 KVLOOM_INLINE void dequantize_span(const SideLayout& side, const Byte* codes, const Byte* scales,
                                    Index num_groups, Index begin, Index end, __m512& max_scale, Byte* to) {
   const __m512 scale = load_scales<T>(scales, num_groups);
-  max_scale = _mm512_max_ps(_mm512_abs_ps(scale), max_scale);  // a NaN leaves it as it was
+  max_scale = _mm512_max_ps(_mm512_abs_ps(scale), max_scale);  // unchanged by a NaN
   KVLOOM_UNROLL(4)
   for (Index d = begin; d < end; d += 32)
     _mm512_store_si512(to + 2 * d, dequantize_32<is_int4>(side, codes, d, scale));

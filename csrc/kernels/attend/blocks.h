@@ -11,7 +11,8 @@ using Pairs16 = VectorOf<uint16_t, 8>::type;
 using Dwords16 = VectorOf<uint32_t, 4>::type;
 using Qwords16 = VectorOf<uint64_t, 2>::type;
 
-// Stores both vectors in turn, as elements of V: the first halves at `low`, the second at `high`.
+// Stores elements of both vectors alternately, as elements of V: the first halves at `low`, the second at
+// `high`.
 template <class V, class From>
 KVLOOM_INLINE void store_interleaved(From first, From second, Byte* low, Byte* high) {
   const V a = interleave_low(as<V>(first), as<V>(second)), b = interleave_high(as<V>(first), as<V>(second));

@@ -84,7 +84,7 @@ struct SideLayout {
 
   Index head_bytes() const { return cache.head_bytes(); }
   Index scale_head_bytes() const { return scale.head_bytes(); }
-  // Where token number `i` of a native block is stored in it.
+  // Offset of token number `i` in a native block.
   Index in_block(Index i) const {
     return order == NativeOrder::columns ? 4 * i : i / 4 * 4 * stored_bytes + i % 4;
   }

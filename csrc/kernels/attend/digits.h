@@ -1,9 +1,9 @@
-// Integer products of int8 and int4 codes, as AVX-512 VNNI has them.
+// Integer products of int8 and int4 codes by AVX-512 VNNI.
 //
 // Codes are multiplied by integer digits, so that a product costs no conversion. A 16-bit query is split into
 // two signed digits of 7 and 8 bits (15 bits of the row's largest element), weights times magnitudes of value
 // scales into two unsigned ones (16 bits of the chunk's largest); the sign of a scale goes to the codes. Both
-// are finer than the query's own type; a float32 query is not served here.
+// are finer than the query's own type; a float32 query is not supported here.
 #pragma once
 
 #include "code_keys.h"
@@ -168,7 +168,7 @@ struct WeightDigits {
         KVLOOM_UNROLL(4)
         for (int i = 0; i < 4; ++i) {
           const __m512 weight = _mm512_loadu_ps(weights + r * kChunk + 16 * i);
-          // A weight of 0 hides the scale, whatever it is.
+          // A weight of 0 hides any scale.
           const __mmask16 seen = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
           w[i] = _mm512_maskz_mul_ps(seen, weight, _mm512_abs_ps(_mm512_load_ps(scales[g] + 16 * i)));
           is_nan |= _mm512_cmp_ps_mask(w[i], w[i], _CMP_UNORD_Q);
@@ -191,8 +191,8 @@ struct WeightDigits {
   }
 };
 
-// What makes numbers of the nibbles of each token, by the sign of its scale: (nibble ^ x) - x is the code
-// where x is 8, and the code negated where it is -9.
+// Constants that make numbers of the nibbles of each token, by the sign of its scale: (nibble ^ x) - x is the
+// code where x is 8, and the code negated where it is -9.
 struct CodeSigns {
   alignas(64) Byte x[kMaxGroups][kChunk];  // [group, dword]
 

@@ -1,4 +1,4 @@
-// Which kernel serves which dtype on this instruction set.
+// Choice of the kernel for each dtype, on this instruction set.
 #pragma once
 
 #include "code_keys.h"
@@ -27,14 +27,14 @@ using ValueKernel = void (*)(const ChunkRows& chunk, const ValueTask& task);
 
 inline void pack_nothing(const SideLayout&, const float*, Index, Index, Byte*) {}
 
-// Rows of the query's own dtype are read as they are, and all floats by a float32 query, since nothing is
-// rounded; others through float32 copies.
+// Whether rows are read without a float32 copy: those of the query's own dtype, and all floats for a float32
+// query, since nothing is rounded.
 inline bool is_direct(const SideLayout& side, DType query_dtype) {
   return !side.scale.data && (side.cache.dtype == query_dtype || query_dtype == DType::f32) &&
          side.dim % kBlock == 0;
 }
 
-// Whether the kernels of codes serve this side: groups begin with a column of keys, rows fill vectors.
+// Whether the kernels of codes support this side: groups begin with a column of keys, rows fill vectors.
 inline bool uses_code_kernels(const SideLayout& side) {
   return side.scale.data && side.num_groups <= kMaxGroups && side.row_bytes % 16 == 0 &&
          side.row_bytes % (4 * side.num_groups) == 0;

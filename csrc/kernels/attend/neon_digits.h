@@ -146,7 +146,7 @@ struct WeightDigits {
         IntVec is_nan{};
         for (Index t = 0; t < kChunk; t += kLanes) {
           const Vec weight = load(weights + r * kChunk + t);
-          // A weight of 0 hides the scale, whatever it is.
+          // A weight of 0 hides any scale.
           const Vec w = weight == Vec{} ? Vec{} : weight * size_of(load(scales[g] + t));
           is_nan |= w != w;
           largest = maximum(w, largest);
@@ -168,8 +168,8 @@ struct WeightDigits {
   }
 };
 
-// What makes unsigned numbers of the nibbles of each token, by the sign of its scale: (nibble ^ x) - (x - 8)
-// is 8 more than the code where x is 8, and than the code negated where it is -9.
+// Constants that make unsigned numbers of the nibbles of each token, by the sign of its scale: (nibble ^ x) -
+// (x - 8) is 8 more than the code where x is 8, and than the code negated where it is -9.
 struct CodeSigns {
   alignas(64) Byte x[kMaxGroups][kChunk];
 
@@ -270,7 +270,7 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
     const RowPrefetcher prefetcher = chunk.prefetcher.for_first_rows(first);
     float* accumulators = task.accumulators + first * task.width;
-    constexpr int V = (R == 4 ? 2 : 4) / (is_int4 ? 2 : 1);  // as many as sums stay in registers
+    constexpr int V = (R == 4 ? 2 : 4) / (is_int4 ? 2 : 1);  // the most whose sums stay in registers
     for (Index byte = 0; byte < value.row_bytes; byte += V * kLanes)
       add_digits<R, is_int4, V>(blocks, weights, signs, accumulators, task.width, byte, prefetcher);
   });

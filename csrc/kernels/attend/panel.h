@@ -28,7 +28,7 @@ class KeyPanel {
   }
 
   // R rows by all tokens. Unpacked, a lane accumulates every kLanes-th dword, and a horizontal sum reduces
-  // the lanes by halves, quarters and so on. Here those lanes are computed one after the other, and added in
+  // the lanes by halves, quarters and so on. Here those lanes are computed in sequence, and added in
   // the order of that reduction.
   template <int R, int W>
   void score(const Byte* query, Index any_width, float* scores) const {

@@ -1,4 +1,4 @@
-// How one call is cut into work items, and where partial results lie (split-KV). Bits never depend on it:
+// Plan of one call: its work items, and the places of partial results (split-KV). Bits never depend on it:
 // partial results belong to fixed splits of the stored tokens and are always merged in order.
 #pragma once
 
@@ -8,7 +8,7 @@ namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kTileFloats = 16384;  // of queries or accumulators in one item
 constexpr Index kTileRows = 128;
-constexpr Index kTileHeads = 8;  // their rows of a page are neighbors in memory, and are prefetched together
+constexpr Index kTileHeads = 8;  // their rows of a page are adjacent in memory, and are prefetched together
 constexpr Index kMaxNewTokensToSplit = 16;  // up to here each split of a sequence is an item
 constexpr Index kPromptFloats = 65536;      // of queries in an item that runs in tiles
 constexpr Index kPartial = 16;              // floats before a partial accumulator: maximum, sum, padding
@@ -67,7 +67,7 @@ struct SequencePlan {
     const Index max_splits = kMaxPartialFloats / partial_floats(args) / rows_of_all;
     is_split = num_splits > 1 && num_new <= kMaxNewTokensToSplit && num_splits <= max_splits;
 
-    // As many heads per item as leave an item for every thread.
+    // The most heads per item that leave an item for every thread.
     const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
     const Index spare = single / max(args.num_threads, 1);
     tile_heads =
@@ -103,7 +103,7 @@ struct SequencePlan {
   Index num_items, num_merges;
 };
 
-// For each sequence, at the start of the workspace: the totals of the sequences before it.
+// Totals of the sequences before each sequence, at the start of the workspace.
 struct WorkOffsets {
   Index items, merges, partials;
 };
@@ -149,7 +149,7 @@ class Workspace {
     return partials_ + at * partial_floats(args_);
   }
 
-  // Behind all partial results.
+  // Stored after all partial results.
   float* wave_tables() const {
     return partials_ + offsets_[args_.num_sequences].partials * partial_floats(args_);
   }

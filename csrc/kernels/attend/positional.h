@@ -1,10 +1,10 @@
 // A positional bias: products of queries and keys get K cosines and K sines of the key's position.
 //
-//   a cos(f p) + b sin(f p) = a' cos(f m) + b' sin(f m),  where p lies m behind the middle of a chunk,
+//   a cos(f p) + b sin(f p) = a' cos(f m) + b' sin(f m),  where p is m after the middle of a chunk,
 //
-// and (a', b') is (a, b) turned by the angle of the middle. So a row turns its coefficients once a chunk;
-// cosines and sines of f m come from a table that serves all chunks, rows and sequences, and serve the token
-// m before the middle, too, whose sines have the other sign. The middle of an even number of tokens is
+// and (a', b') is (a, b) rotated by the angle of the middle. So a row rotates its coefficients once a chunk;
+// cosines and sines of f m come from one table for all chunks, rows and sequences, and for the token m before
+// the middle, too, whose sines have the other sign. The middle of an even number of tokens is
 // between two: m is 1/2, 3/2, 5/2 and so on.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace kvloom::KVLOOM_ISA {
 
 inline bool has_bias(const AttendArgs& args) { return args.bias.coefficients.data; }
 
-// Waves of kLanes pairs half a position behind some position.
+// Waves of kLanes pairs half a position after some position.
 inline Waves waves_behind(const uint64_t* turns, uint64_t position) {
   return waves_of(angles_of(turns, [&](auto x) { return x * position + (x >> 1); }));
 }
@@ -43,12 +43,12 @@ inline uint64_t position_of(const PositionalBias& bias, Index sequence, Index to
   return static_cast<uint64_t>(first) + static_cast<uint64_t>(token);
 }
 
-// Where the coefficients of a row begin, in elements.
+// Offset of the coefficients of a row, in elements.
 inline Index coefficients_at(const PositionalBias& bias, Index query_row, Index query_head) {
   return query_row * bias.coefficients.stride[0] + query_head * bias.coefficients.stride[1];
 }
 
-// A few pairs at once: there are seldom as many as lanes.
+// A few pairs at once: there are seldom enough to fill all lanes.
 constexpr int kFew = 4;
 using Few = VectorOf<float, kFew>::type;
 
@@ -84,7 +84,7 @@ struct MiddleWaves {
   }
 };
 
-// What the products of some rows of a head with a chunk get.
+// Bias of the products of some rows of a head with a chunk.
 struct ChunkBias {
   const float* rows;  // their coefficients
   Index num_pairs, padded;

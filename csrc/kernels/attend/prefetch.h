@@ -7,7 +7,7 @@ namespace kvloom::KVLOOM_ISA {
 
 // Inlined early: GCC takes a function that only prefetches for one without effect, and drops its calls.
 KVLOOM_INLINE void prefetch(const Byte* at) { __builtin_prefetch(at); }
-// For lines that are read only after more data than the first-level cache holds.
+// Prefetch of lines that are read only after more data than the first-level cache holds.
 KVLOOM_INLINE void prefetch_to_l2(const Byte* at) { __builtin_prefetch(at, 0, 2); }
 
 // Rows in the order in which kernels read them, and the rows at the farthest prefetch distance. A processor
@@ -52,7 +52,7 @@ struct RowPrefetcher {
       for (Index offset = 0; offset < bytes; offset += 64) prefetch_to_l2(rows[kChunk + t] + offset);
   }
 
-  // For rows of `bytes` bytes that are copied before a kernel reads them.
+  // Prefetches a row of `bytes` bytes that is copied before a kernel reads it.
   KVLOOM_INLINE void prefetch_row(Index t, Index bytes) const {
     if (!rows) return;
     for (Index offset = 0; offset < bytes; offset += 64) {

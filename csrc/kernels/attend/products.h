@@ -1,7 +1,7 @@
 // The two products of attention over one chunk of tokens: scores = q.k, accumulator += weight * v.
 //
-// Every row's sums run over d (scores) and over tokens (accumulators) in one order, whatever rows share its
-// tile: a row's bits do not depend on its neighbors.
+// Every row's sums run over d (scores) and over tokens (accumulators) in one order: a row's bits do not
+// depend on the other rows of its tile.
 #pragma once
 
 #include "panel.h"
@@ -59,7 +59,7 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-// How keys and queries are multiplied: kLanes dwords of a key, times as many of a query. Here keys are floats
+// Multiplication of keys and queries: kLanes dwords of a key by kLanes of a query. Here keys are floats
 // of type T, one to a dword.
 template <class T>
 struct FloatScores {

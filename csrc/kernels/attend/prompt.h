@@ -1,8 +1,8 @@
 // Attention of many new tokens in tiles: the rows of a prompt meet the stored tokens of one key/value head.
 //
-//   scores  = queries * keys      32 rows by 32 tokens at a time (a step); keys lie in pairs of dims
+//   scores  = queries * keys      32 rows by 32 tokens at a time (a step); keys are in pairs of dims
 //   weights = 2^(scores - shift)  in float32, then rounded to bfloat16
-//   totals += weights * values    32 rows by 32 dims, over a chunk; values lie in pairs of tokens
+//   totals += weights * values    32 rows by 32 dims, over a chunk; values are in pairs of tokens
 //
 // Keys and values of a chunk of 256 tokens are packed once for all rows of an item.
 //
@@ -10,7 +10,7 @@
 // and stays. The relative precision of weights does not depend on it, and nothing waits for the maximum of a
 // chunk. Should the weights of a chunk add up to 2^30 or more, the shift rises to the largest score of this
 // chunk, what was added up shrinks, and the chunk is weighed again. All this depends on the row's own scores
-// only, as its bits have to.
+// only, so that its bits do, too.
 #pragma once
 
 #include "nonfinite.h"
@@ -24,7 +24,7 @@ namespace kvloom::KVLOOM_ISA {
 constexpr Index kStep = 32;  // tokens whose scores are computed together, and rows that share them
 constexpr Index kStepsOfChunk = kPromptChunk / kStep;
 constexpr Index kKeptSteps = 4;    // whose scores are kept
-constexpr float kHidden = -1e30f;  // the score of a hidden token: its weight is 0, whatever the shift
+constexpr float kHidden = -1e30f;  // the score of a hidden token: its weight is 0 with any shift
 constexpr float kMaxChunkSum = 0x1p30f;
 
 // Rows of an item, and what was computed for them. kDims is the head dim in pieces of 32.
@@ -92,8 +92,8 @@ class PromptItem {
 
  private:
   static constexpr float kLog2e = 1.44269504f;
-  // Of 8 steps of tokens, those that are scored while 32 dims of the block before are added up; 0: it does
-  // not go even.
+  // Number of the 8 steps of tokens that are scored while 32 dims of the block before are added up; 0 if
+  // that is no integer.
   static constexpr int kStepsInTurn = 8 % kDims == 0 ? 8 / kDims : 0;
 
   Index num_blocks() const { return ceil_div(item_.num_rows, 32); }
@@ -106,7 +106,7 @@ class PromptItem {
     return {row / group_, item_.first_head * group_ + row % group_};
   }
 
-  // Where the query of a row begins.
+  // Beginning of the query of a row.
   const Byte* query_of(Index r) const {
     const auto [new_token, head] = token_head(r);
     return static_cast<const Byte*>(args_.query) +
@@ -178,7 +178,7 @@ class PromptItem {
   }
 
   // Values of a step as tiles of 16 pairs of tokens, t and t + 16, by 16 dims. Those that no row sees are 0,
-  // whatever their slot holds.
+  // with any content of their slots.
   void pack_values(Index first, Byte (*to)[1024]) {
     alignas(64) static constexpr Byte zeros[64 * kDims] = {};
     const Byte* rows[kStep];
@@ -230,7 +230,7 @@ class PromptItem {
            space_.rows[item_.num_rows - 1].visible.begin <= chunk_;
   }
 
-  // Tiles and vectors take turns: tiles score a block's steps, or add 32 dims of the block before, while
+  // Tiles and vectors alternate: tiles score a block's steps, or add 32 dims of the block before, while
   // vectors weigh rows that were scored some turns ago.
   void run_whole_chunk() {
     prefetch_next(0);
@@ -246,7 +246,7 @@ class PromptItem {
   template <bool kHasBlock, bool kHasBefore>
   [[gnu::noinline]] void run_turns(Index b) {
     constexpr int kTurns = 16, kRowsInTurn = 2 * kStepsInTurn;
-    // Turns from a score to its weight.
+    // Number of turns from a score to its weight.
     constexpr int kLag = kStepsInTurn == 4 ? 4 : kStepsInTurn == 2 ? 6 : 8;
     if (kHasBlock) clear_chunk_sums(b);
     const auto take_turns = [&]<bool kIsFirst>(Index n) KVLOOM_INLINE_LAMBDA {
@@ -258,7 +258,7 @@ class PromptItem {
           add_step(b - 1, n, turn - 8, 0, kStepsOfChunk);
         }
         if (kIsFirst && turn == kLag - 1 && kHasBlock) set_shifts(b, 0);
-        // Of the rows of this time's steps, or of those of the time before.
+        // First row to weigh, of the steps of this round or of the one before.
         const int first = (turn - kLag + kTurns) % kTurns * kRowsInTurn;
         if (turn >= kLag || !kIsFirst) {
           if (kHasBlock)
@@ -344,7 +344,7 @@ class PromptItem {
   void adjust(Index b, Index step) {
     const Index first = chunk_ + kStep * step;
     if (has_bias(args_)) bias_products(b, step);
-    // By all rows.
+    // Tokens that all rows see.
     const Tokens seen{space_.rows[32 * b + 31].visible.begin, space_.rows[32 * b].visible.end};
     if (!is_adjusted_ && seen.begin <= first && seen.end >= first + kStep) return;
     for (Index i = 0; i < 32; ++i) {
@@ -391,12 +391,12 @@ class PromptItem {
     space_.down[r] = -finite_max(shift) * args_.scale * kLog2e;
   }
 
-  // Of rows that see their first tokens.
+  // Sets the shifts of rows that see their first tokens.
   KVLOOM_INLINE void set_shifts(Index b, Index step) {
     if (!space_.has_shifts[b]) space_.has_shifts[b] = find_shifts(b, step);
   }
 
-  // Returns whether all rows have one.
+  // Returns whether all rows have a shift.
   [[gnu::noinline]] bool find_shifts(Index b, Index step) {
     bool have_all = true;
     for (Index i = 0; i < 32; ++i) {
@@ -411,7 +411,7 @@ class PromptItem {
 
   // --- weights -------------------------------------------------------------------------------------------
 
-  // Of some rows of a block from `first` on.
+  // Weights of kCount rows of a block from `first` on.
   template <int kCount>
   KVLOOM_INLINE void weigh_rows(Index b, Index step, Index first) {
     const float (*scores)[kStep] = scores_of(step) + first;
@@ -424,7 +424,7 @@ class PromptItem {
     }
   }
 
-  // Of two rows whose scores are in their final unit, those of hidden tokens -infinity.
+  // Weights of two rows whose scores are in their final unit, those of hidden tokens -infinity.
   void weigh_adjusted(Index b, Index step, Index first) {
     for (Index i = first; i < first + 2; ++i) {
       const __m512 shift = _mm512_set1_ps(finite_max(space_.shift[32 * b + i]));
@@ -557,7 +557,7 @@ class PromptItem {
     return sum_lanes(differences) == 0.0f;
   }
 
-  // The same of a part, which goes the way of other rows.
+  // The same for a part, which is finished as rows of other kernels are.
   bool write_part(Index r, Index head, OnlineSoftmax softmax, Index to) {
     alignas(64) float accumulator[kMaxTileDim] = {};
     for (Index n = 0; n < value_.dim / 32 && !is_first_; ++n) {

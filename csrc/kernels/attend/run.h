@@ -25,7 +25,7 @@ inline bool attend_supports(const AttendArgs& args) {
          (!has_rope(args) || head_dim(args.rope) <= kMaxHeadDim);
 }
 
-// What keys have behind their latents: products of their own with queries of their own.
+// Rope keys after latents: products of their own with queries of their own.
 struct RopeKeys {
   RopeKeys(const AttendArgs& args)
       : side(args.rope, NativeOrder::columns),
@@ -149,7 +149,7 @@ class ItemRunner {
   }
   static Index num_rows(const Job& job) { return job.item.num_heads * job.item.num_rows; }
 
-  // Where a row's query begins, in elements, and its row in the result.
+  // Offset of a row's query, in elements, and its row in the result.
   Index query_at(const Job& job, TileRow row) const {
     return (job.plan.first_row + row.new_token) * args_.query_stride[0] + row.head * args_.query_stride[1];
   }
@@ -262,7 +262,7 @@ class ItemRunner {
     }
   }
 
-  // What a bias takes stays out of line: without one the compiler makes of all else what it did before.
+  // Code of a bias is not inlined, so that the compiled code of all else is the same as without it.
   [[gnu::noinline]] void find_waves(const Job& job, Index first) {
     waves_.find(args_.bias, job.item.first_head, job.item.num_heads, position_of(args_.bias, job.b, first),
                 kChunk);
@@ -278,7 +278,7 @@ class ItemRunner {
     });
   }
 
-  // Adds the products with what keys have behind their latents.
+  // Adds the products with rope keys.
   [[gnu::noinline]] void add_rope_products(Index first_row, Index num_rows) {
     RopeKeys& rope = *rope_;
     rope.rows.begin = key_rows_.begin, rope.rows.end = key_rows_.end, rope.rows.num_heads = 1;
@@ -418,7 +418,7 @@ class ItemRunner {
   alignas(64) float merged_[kTileFloats];
   alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];
   alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
-  // Of a positional bias.
+  // For a positional bias.
   alignas(64) float coefficients_[kTileRows * 2 * kMaxPairs];
   MiddleWaves waves_;
   std::optional<RopeKeys> rope_;

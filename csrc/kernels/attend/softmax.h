@@ -8,7 +8,7 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// What one query head of one new token does to its scores.
+// Window, mask and slope of one query head of one new token.
 struct ScoreRow {
   Index position;  // of the query among the stored tokens
   Tokens visible;
@@ -36,7 +36,7 @@ struct OnlineSoftmax {
 inline float finite_max(float x) { return x == -INFINITY ? 0.0f : x; }
 inline Vec finite_max(Vec x) { return x == splat(-INFINITY) ? Vec{} : x; }
 
-// Those of the rows of a tile. A vector may be read from any row on.
+// Running maxima and sums of the rows of a tile. A vector may be read from any row on.
 struct SoftmaxRows {
   float max[kTileRows + kLanes] = {}, sum[kTileRows + kLanes] = {};
 
@@ -147,7 +147,7 @@ struct FinalSoftmax {
     softmax.sum = without.sum * factor + exp(sink - new_max);
   }
 
-  // What an accumulator is multiplied by in the end: 1 by the sum; 0 if that is of nothing.
+  // Final factor of an accumulator: 1 by the sum; 0 if that is of nothing.
   float scale() const { return softmax.sum == 0.0f ? 0.0f : factor / softmax.sum; }
 };
 

@@ -1,10 +1,10 @@
-// The two products of a chunk in tiles, for the few rows of a decode step. 16 rows of 32 dims are a tile as
-// they lie, of bfloat16 numbers or of codes that were dequantized to them.
+// The two products of a chunk in tiles, for the few rows of a decode step. 16 rows of 32 dims are a tile, as
+// stored if bfloat16, or dequantized to it.
 //
-// scores = keys * queries: tokens by rows; queries lie in pairs of dims.
+// scores = keys * queries: tokens by rows; queries are in pairs of dims.
 //
 // sums = weights * values: a dword of a row has two dims of one token, and a tile multiplies pairs of
-// numbers. So a weight w stands as the pair (w, 0) in one row of a tile, which gives the even dims, and as
+// numbers. So a weight w is the pair (w, 0) in one row of a tile, which gives the even dims, and as
 // (0, w) in another, which gives the odd ones. Half of the products are by zero; that costs less than
 // rearranging values, of which each is used for a few rows only.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// Where a block's first row begins, and how far apart its rows are.
+// First row of a block, and the distance between its rows.
 struct BlockRows {
   const Byte* first;
   Index stride;

@@ -1,4 +1,4 @@
-// Stored tokens of one head as rows of bfloat16 numbers: where they lie, or copied and dequantized.
+// Stored tokens of one head as rows of bfloat16 numbers: in place, or copied and dequantized.
 #pragma once
 
 #include "kernels.h"
@@ -51,7 +51,7 @@ class TileRowPrefetcher {
   Index count_ = 0;
 };
 
-// Chunks of one head, one after the other, in blocks of 16 rows.
+// Consecutive chunks of one head, in blocks of 16 rows.
 class TileRows {
  public:
   explicit TileRows(const SideLayout& side) : side_(side) {
@@ -81,8 +81,8 @@ class TileRows {
   bool has_block(Index first) const { return first < rows_.end && first + kBlock > rows_.begin; }
   bool has_token(Index t) const { return t >= rows_.begin && t < rows_.end; }
 
-  // The 16 rows of a block that has a token; valid until the next call but one. Those of tokens that it lacks
-  // are any.
+  // The 16 rows of a block that has a token; valid until the next call but one. Rows without a token are
+  // arbitrary.
   const Byte* const* block(Index first) {
     if (!side_.scale.data) return rows_.row + first;
     const Index which = first / kBlock % 2;

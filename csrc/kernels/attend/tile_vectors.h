@@ -1,7 +1,7 @@
-// What vectors do beside tiles: exponentials, and the pairs of numbers that tiles multiply.
+// Vector operations beside tiles: exponentials, and the pairs of numbers that tiles multiply.
 //
 // While tiles multiply, most operations on floats have one vector port; additions and integers have two. So
-// where two spellings give the same, the one of additions and integers is taken.
+// of two expressions with the same result, the one with additions and integers is used.
 #pragma once
 
 #include <immintrin.h>

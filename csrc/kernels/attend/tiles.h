@@ -49,7 +49,7 @@ class HardwareTiles {
   }
 
  private:
-  // What `ldtilecfg` reads.
+  // Operand of `ldtilecfg`.
   struct alignas(64) Shapes {
     Byte palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};

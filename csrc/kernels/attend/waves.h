@@ -1,5 +1,5 @@
-// Cosines and sines of many angles at once. Angles are integers of 2^-64 of a turn, of which multiples wrap
-// where turns do, so that they are exact for any position.
+// Cosines and sines of many angles at once. Angles are integers in 2^-64 of a turn; their multiples wrap at
+// whole turns, so they are exact for any position.
 #pragma once
 
 #include "arithmetic.h"
@@ -10,7 +10,7 @@ struct Waves {
   Vec cos, sin;
 };
 
-// Of angles in 2^-32 of a turn, to about 2^-24.
+// Waves of angles in 2^-32 of a turn, to about 2^-24.
 inline Waves waves_of(Words angle) {
   const Words quarter = (angle + (1u << 29)) >> 30;
   const Vec x = __builtin_convertvector(as<IntVec>(angle - (quarter << 30)), Vec) * 1.4629180792671596e-9f;
@@ -28,7 +28,7 @@ inline Waves waves_of(Words angle) {
           as<Vec>(as<Words>(sin) ^ ((quarter & 2) << 30))};
 }
 
-// Angles in 2^-32 of a turn that are made of kLanes turns.
+// Angles in 2^-32 of a turn, made from kLanes frequencies.
 template <class Angle>
 KVLOOM_INLINE Words angles_of(const uint64_t* turns, Angle angle) {
   using Half = VectorOf<uint64_t, kLanes / 2>::type;

@@ -30,7 +30,7 @@ inline void widen_group(const Byte* codes, Index first, Index count, float scale
   if (d < count) store_partial(out + first + d, value(d, count - d), count - d);
 }
 
-// What a load of `side` as query_dtype gives, element by element; zero from dim on.
+// Row that a load of `side` as query_dtype gives, element by element; zero from dim on.
 inline void widen_row(const SideLayout& side, const Byte* row, const Byte* scale_row, DType query_dtype,
                       float* out) {
   const DType dtype = side.dtype, scale_dtype = side.scale.dtype;

@@ -32,7 +32,7 @@ KVLOOM_INLINE void store_codes(Byte* to, IntVec codes, Index count) {
   }
 }
 
-// Writes the low bits of all lanes, each odd code behind its even one.
+// Writes the low bits of all lanes, each odd code after its even one.
 template <int kBits>
 KVLOOM_INLINE void store_pairs(Byte* to, IntVec even, IntVec odd) {
   const IntVec both = (even & ((1 << kBits) - 1)) | odd << kBits;
@@ -47,7 +47,7 @@ KVLOOM_INLINE void store_pairs(Byte* to, IntVec even, IntVec odd) {
   }
 }
 
-// The numbers that `count` codes stand for; those of the other lanes are any.
+// The numbers of `count` codes; the other lanes are arbitrary.
 template <int kBits>
 KVLOOM_INLINE Vec load_codes(const Byte* from, Index count) {
   IntVec codes;

@@ -1,4 +1,4 @@
-// What the compiler is told: what it must inline, and how often it unrolls a loop.
+// Instructions to the compiler: functions to inline, and loops to unroll.
 #pragma once
 
 // Never a symbol of its own: units for different CPUs include this file, and the linker would keep one.

@@ -1,4 +1,4 @@
-// The three float types in and out of float32 lanes, whatever the CPU has.
+// Conversions of the three float types to and from float32 lanes, on any CPU.
 //
 // Arithmetic is the compiler's vector extension; intrinsics only where it has no operation.
 #pragma once
@@ -16,7 +16,7 @@ struct BFloat {
   uint16_t bits;
 };
 
-// --- float16 and bfloat16, to nearest even, whatever the CPU has -------------------------------------------
+// --- float16 and bfloat16, to nearest even, on any CPU -----------------------------------------------------
 
 KVLOOM_INLINE Vec widen(Shorts x, Half) {
 #if defined(__AVX512F__)
@@ -163,7 +163,7 @@ KVLOOM_INLINE float largest_finite(DType dtype) {
   return dtype == DType::f16 ? kLargest<Half> : dtype == DType::bf16 ? kLargest<BFloat> : kLargest<float>;
 }
 
-// What lies beyond the largest finite value becomes that. NaN stays NaN.
+// Numbers beyond the largest finite value become that. NaN stays NaN.
 KVLOOM_INLINE Vec saturate(Vec x, float largest) {
   return maximum(splat(-largest), minimum(splat(largest), x));
 }
@@ -176,7 +176,7 @@ KVLOOM_INLINE Vec saturate(Vec x) {
   return saturate(x, largest);
 }
 
-// `bytes` bytes, and 0 behind them.
+// `bytes` bytes, and 0 after them.
 template <class Vector>
 KVLOOM_INLINE Vector load_bytes(const void* from, Index bytes) {
   uint64_t bits = 0;

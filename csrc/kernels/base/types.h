@@ -12,7 +12,7 @@ using Index = int64_t;
 using Byte = unsigned char;
 
 // An element of int4 or int2 is a byte of two or four codes in two's complement, the first in the lowest
-// bits. `bits` are moved as they are.
+// bits. `bits` are copied unchanged.
 enum class DType : int32_t { f32, f16, bf16, int8, int4, int2, bits };
 
 // Bits of a code; 0 for elements that are no codes.

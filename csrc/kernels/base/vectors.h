@@ -35,12 +35,12 @@ struct VectorOf {
 using Vec = VectorOf<float>::type;
 using IntVec = VectorOf<int32_t>::type;
 using Words = VectorOf<uint32_t>::type;               // bits that may carry over
-using Shorts = VectorOf<uint16_t>::type;              // as many 16-bit floats
+using Shorts = VectorOf<uint16_t>::type;              // kLanes 16-bit floats
 using Halves = VectorOf<int16_t, kLanes * 2>::type;   // a register of integers of that width
-using Bytes = VectorOf<int8_t>::type;                 // as many 8-bit codes
-using Nibbles = VectorOf<uint8_t, kLanes / 2>::type;  // as many 4-bit codes, two to a byte
+using Bytes = VectorOf<int8_t>::type;                 // kLanes 8-bit codes
+using Nibbles = VectorOf<uint8_t, kLanes / 2>::type;  // kLanes 4-bit codes, two to a byte
 
-// What lies at an address, aligned or not.
+// Object at an address, aligned or not.
 template <class T>
 KVLOOM_INLINE T bit_copy(const void* from) {
   T to;
@@ -110,7 +110,7 @@ KVLOOM_INLINE V odd_lanes(V a, V b) {
   return shuffle(a, b, [](int lane) { return 2 * lane + 1; });
 }
 
-// Lanes of both in turn: those of the first halves, or of the second.
+// Alternating lanes of both: of their first halves, or of the second.
 template <class V>
 KVLOOM_INLINE V interleave_low(V a, V b) {
   return shuffle(a, b, [](int lane) { return lane / 2 + lane % 2 * kLanesOf<V>; });

@@ -1,4 +1,4 @@
-// Views of a cache, and where their slots lie.
+// Views of a cache, and addresses of their slots.
 #pragma once
 
 #include <cstring>
@@ -26,7 +26,7 @@ struct View {
 // Bytes of all heads of a token.
 KVLOOM_INLINE Index token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
 
-// The offset of each slot of a view in bytes: three slot axes, merged where one stride serves two of them.
+// The offset of each slot of a view in bytes: three slot axes, merged where two of them have one stride.
 class SlotOffsets {
  public:
   SlotOffsets() = default;
@@ -53,10 +53,10 @@ class SlotOffsets {
            block * stride_[2];
   }
 
-  // From one slot to the next, where both lie in one run.
+  // Bytes from one slot to the next within a contiguous span.
   KVLOOM_INLINE Index stride() const { return stride_[0]; }
 
-  // Whether `count` slots, from each multiple of it on, lie at a stride of `bytes`.
+  // Whether `count` slots, from each multiple of it on, are at a stride of `bytes`.
   KVLOOM_INLINE bool has_stride(Index count, Index bytes) const {
     return stride_[0] == bytes && inner_.size() % count == 0;
   }

@@ -25,7 +25,7 @@ KVLOOM_INLINE constexpr Index aligned(Index bytes) { return round_up(bytes, 64);
 // Tokens whose addresses are computed together.
 constexpr Index kTile = 16;
 
-// How many of them are smoothed at once: their rows stay in a first-level cache until they are converted.
+// Bytes of tokens that are smoothed at once: their rows stay in a first-level cache until they are converted.
 constexpr Index kSmoothedBytes = 16 << 10;
 KVLOOM_INLINE Index smoothed_at_once(const View& from) {
   return max(1, min(kTile, kSmoothedBytes / max(1, token_bytes(from))));

@@ -73,8 +73,8 @@ void dequantize_row(const Row& row) {
 
 // --- which of them -----------------------------------------------------------------------------------------
 
-// The conversion between the rows of a move, `nullptr` where the bits stay as they are. Of codes that are
-// written those of 4 and 2 bits may be in full range.
+// The conversion between the rows of a move, `nullptr` where bits are copied. Codes of 4 and 2 bits may be
+// written in full range.
 inline Convert find_convert(DType from, DType to, DType scale, bool full_range) {
   if (from == to) return nullptr;
   const auto quantizing = [=](auto bits) {

@@ -28,8 +28,8 @@ struct Plan {
   Index repeat = 1, repeat_stride = 0;
   bool has_from_scale = false, has_to_scale = false;
   Index prefetch_bytes = 0;    // prefetch distance in bytes; 0 where the next slot's row is not read next
-  bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
-  bool joins_slots = false;    // whether rows of neighboring slots are one run of bytes on both sides
+  bool is_head_major = false;  // whether slots are closer than heads where the rows are read
+  bool joins_slots = false;    // whether rows of adjacent slots are contiguous on both sides
 
   KVLOOM_INLINE RowPointers pointers(Index from_slot, Index to_slot) const {
     return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
@@ -144,7 +144,7 @@ inline void copy_runs(const Plan& plan, const RowPointers* pointers, int num_tok
 }
 
 // Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
-// than writing so. Where a head's rows of neighboring slots are neighbors in memory, that is head by head.
+// than writing so. Where a head's rows of adjacent slots are adjacent in memory, that is head by head.
 inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, Byte* scratch, bool stream) {
   if (plan.joins_slots) {
     for (Index h = 0; h < plan.rows; ++h) {

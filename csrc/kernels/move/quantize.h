@@ -19,10 +19,10 @@ struct Row {
 // --- the largest of each group -----------------------------------------------------------------------------
 
 // Keys are integers in the order of magnitudes, with NaN last. They are the bits without a sign or, for codes
-// in full range, the bits turned left so that the sign is last, of two alike that of the positive number
-// larger. Two keys of 16 bits share a lane.
+// in full range, the bits rotated left so that the sign is last; of a number and its negative, the positive
+// one is larger. Two keys of 16 bits share a lane.
 
-constexpr uint32_t kTurned = 1u << 31 | 1;  // makes signed integers of turned bits, and positive ones larger
+constexpr uint32_t kTurned = 1u << 31 | 1;  // makes signed integers of rotated bits, and positive ones larger
 
 // Numbers in a register.
 template <class In>
@@ -63,8 +63,8 @@ KVLOOM_INLINE Vec number_of(IntVec keys) {
   return as<Vec>(bits);
 }
 
-// Reduces `kCount` vectors to one: each lane is the maximum of `kCount` neighbors, in order. From `count` on,
-// vectors are any.
+// Reduces `kCount` vectors to one: each lane is the maximum of `kCount` adjacent lanes, in order. Vectors
+// from `count` on are arbitrary.
 template <int kCount, class Nth>
 KVLOOM_INLINE IntVec reduce_pairs(Index first, Index count, Nth nth) {
   if constexpr (kCount == 1) {
@@ -77,7 +77,8 @@ KVLOOM_INLINE IntVec reduce_pairs(Index first, Index count, Nth nth) {
   }
 }
 
-// Of `count` groups, in a lane each, where a group is whole registers or a register whole groups.
+// Largest numbers of `count` groups, in a lane each, where a group is whole registers or a register whole
+// groups.
 template <class In, bool kFull>
 inline Vec largest_of_groups(const In* x, Index group, Index count) {
   const Index step = group < kWidth<In> ? kWidth<In> : group;
@@ -99,7 +100,7 @@ inline Vec largest_of_groups(const In* x, Index group, Index count) {
   }
 }
 
-// Of `count` groups of any size.
+// Largest numbers of `count` groups of any size.
 template <class In, bool kFull>
 [[gnu::noinline]] Vec largest_of_any_groups(const In* x, Index group, Index count) {
   IntVec all = splat(INT32_MIN);
@@ -126,8 +127,8 @@ KVLOOM_INLINE Vec scale_of(Vec largest) {
   return (as<IntVec>(largest) & no_sign) < 0x7f800000 ? raised : as<Vec>(splat(0x7fc00000));
 }
 
-// Of `count` groups with these largest magnitudes and scales, the scale with which codes of 2 bits keep the
-// length of a group. Sums are of integers, 255 for the largest, and so the same in any order.
+// Scales with which codes of 2 bits keep the length of a group, of `count` groups with these largest
+// magnitudes and scales. Sums are of integers, 255 for the largest, and so the same in any order.
 template <class In>
 inline Vec length_kept(const In* x, Index group, Index count, Vec largest, Vec scale) {
   const Vec parts_of = 255.0f / largest, least_large = scale + scale;
@@ -155,8 +156,8 @@ inline Vec length_kept(const In* x, Index group, Index count, Vec largest, Vec s
 
 // --- its codes ---------------------------------------------------------------------------------------------
 
-// What codes are made with: the factor that `quotient_of` takes, which is the scale or its reciprocal; for 2
-// bits the magnitude from which on a number is 3 scales and not 1.
+// Factor to make codes with, an argument of `quotient_of`: the scale or its reciprocal; for 2 bits the
+// magnitude from which on a number is 3 scales and not 1.
 template <class In, int kBits>
 KVLOOM_INLINE Vec factor_of(Vec scale) {
   if constexpr (kBits == 2) return scale + scale;

@@ -1,4 +1,4 @@
-// Smoothing of keys, and of queries for them: an offset that turns with the position, factors, a rotation.
+// Smoothing of keys, and of queries for them: an offset that is rotated by the position, factors, a rotation.
 // Everything is float32 and rounded once; a row's bits depend on nothing but the row, its head and position.
 #pragma once
 
@@ -14,12 +14,12 @@ constexpr Index kTokensAtOnce = 32;
 
 // --- the offset --------------------------------------------------------------------------------------------
 
-// What is subtracted from the pairs of some heads at some positions.
+// Rotated offsets, subtracted from the pairs of some heads at some positions.
 struct TurnedPairs {
   alignas(64) float first[kPairsAtOnce + kLanes], second[kPairsAtOnce + kLanes];
 };
 
-// `count` pairs from `from` on turn to a position; `sign` is 1, or -1 where the offset is to be added.
+// Rotates `count` pairs from `from` on to a position; `sign` is 1, or -1 where the offset is to be added.
 inline void turn_pairs(const KeyOffset& offset, Index from, Index count, int64_t position, float sign,
                        float* first, float* second) {
   for (Index i = 0; i < count; i += kLanes) {
@@ -43,7 +43,7 @@ KVLOOM_INLINE Vec placed(Vec first, Vec second, IntVec place, IntVec mask) {
   return as<Vec>(as<IntVec>(x) & mask);
 }
 
-// Of a query, what its products with stored keys lack: coefficients of cosines, then of sines.
+// Coefficients of a query for the part that its products with stored keys miss: of cosines, then of sines.
 template <class T>
 void find_coefficients(const KeyOffset& offset, Index head, const T* x, float* to) {
   const Index pairs = offset.num_pairs, from = head * pairs;
@@ -99,14 +99,14 @@ struct SmoothRow {
   const float *first, *second;  // of each pair of the head, to be subtracted
 };
 
-// Prefetches what lies a distance behind the row.
+// Prefetches the elements at a distance after the row.
 template <class T>
 KVLOOM_INLINE void prefetch_row(const SmoothRow<T>& row, Index count, Index distance) {
   const Byte* at = reinterpret_cast<const Byte*>(row.from + distance);
   for (Index i = 0; i < count * Index(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-// Of whole vectors, in registers.
+// Smooths a row of whole vectors, in registers.
 template <bool kIsRestored, bool kHasOffset, class T>
 KVLOOM_INLINE void smooth_vectors(const SmoothArgs& args, const SmoothRow<T>& row) {
   const Vec first = kHasOffset ? load(row.first) : Vec{}, second = kHasOffset ? load(row.second) : Vec{};
@@ -140,7 +140,7 @@ KVLOOM_INLINE void smooth_vectors(const SmoothArgs& args, const SmoothRow<T>& ro
   }
 }
 
-// Of any number of elements and pairs.
+// Smooths a row of any number of elements and pairs.
 template <class T>
 void smooth_any(const SmoothArgs& args, const SmoothRow<T>& row) {
   alignas(64) float x[kMaxSmoothed];
@@ -165,7 +165,7 @@ void smooth_any(const SmoothArgs& args, const SmoothRow<T>& row) {
 
 // --- all of them -------------------------------------------------------------------------------------------
 
-// Tokens `[begin, end)` of all sequences. The waves of some tokens, of as many heads as they have room for,
+// Smooths tokens `[begin, end)` of all sequences: computes waves of some tokens and of the heads that fit,
 // then these rows in the order in which they are read.
 template <class T, class SmoothOne>
 void smooth_tokens(const SmoothArgs& args, Index begin, Index end, SmoothOne smooth_one) {

@@ -8,7 +8,7 @@ namespace kvloom {
 constexpr Index kMaxPlaces = 16;                  // pairs of a head that have places
 constexpr int32_t kSecondPlace = INT32_MIN | 16;  // in the place of a second channel
 
-// A vector of each head that turns with the position in some pairs of channels; no pairs for none. Arrays
+// A vector of each head that is rotated by the position in some pairs of channels; no pairs for none. Arrays
 // [H, K] have kTurnsBehind more numbers.
 struct KeyOffset {
   Index num_pairs = 0;
@@ -36,14 +36,14 @@ struct SmoothArgs {
   const Byte* from = nullptr;
   Byte* to = nullptr;
   Index size[3] = {1, 1, 1}, stride[3] = {}, to_stride[3] = {};  // in elements
-  Index to_first = 0;                                            // which element of the result lies at `to`
+  Index to_first = 0;                                            // element of the result that is at `to`
   Index prefetch = 0;                      // elements from what is read to what is prefetched; 0 for nothing
   Index head_dim = 0, heads_per_head = 1;  // query heads of a head
   Index block = 0;                         // the power of two that is rotated together; 0 for no rotation
   float root = 1;                          // of block
   DType dtype = DType::f32;
-  bool is_restored = false;       // keys as they were
-  const float* factor = nullptr;  // [H, D], of which heads lie so far apart
+  bool is_restored = false;       // whether smoothing is undone
+  const float* factor = nullptr;  // [H, D], with `factor_stride` between heads
   Index factor_stride = 0;
   Positions positions;
   float* coefficients = nullptr;  // of queries: [T, Hq, 2K]
