@@ -65,7 +65,7 @@ def test_compiled_nct_stays_within_the_memory() -> None:
     compiled = torch.compile(ascend.scatter_pa_kv_cache, fullgraph=True, backend="aot_eager")
     after = fork(call) | {"strides": (24, 28)}
     with pytest.raises(
-        ArgumentError, match="strides and offsets must stay within the 189 elements behind value"
+        ArgumentError, match="strides and offsets must stay within the 189 elements after value"
     ):
         compiled(**after)
     assert_same_memory(after, {**call, "strides": (24, 28)})

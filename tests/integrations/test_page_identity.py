@@ -137,12 +137,12 @@ def test_a_change_after_tokens_were_found_is_an_error() -> None:
     pool = pool_of(model)
     ask(pool, model, TEXT)
     cache = pool.begin(TEXT)
-    with ADAPTERS["switched"](model), pytest.raises(StateError, match="the model must be as it was when 20"):
+    with ADAPTERS["switched"](model), pytest.raises(StateError, match="the model must be unchanged since 20"):
         generate(model, TEXT, cache)
     assert torch.equal(generate(model, TEXT, cache, NEW), alone(model, TEXT))
     cache = pool.begin(TEXT)
     cache.crop(-2 if cache.get_seq_length() == 20 else 0)
-    with ADAPTERS["switched"](model), pytest.raises(StateError, match="the model must be as it was when 18"):
+    with ADAPTERS["switched"](model), pytest.raises(StateError, match="the model must be unchanged since 18"):
         generate(model, TEXT, cache)
 
 

@@ -361,5 +361,5 @@ def test_rows_are_cropped_apart_once_all_have_begun() -> None:
     texts = [torch.cat([x, text(4, 5)], 1) for x in (texts[0][:, :57], texts[1])]
     ids, mask = padded(texts)
     expect_rows(model, "auto", texts, forward(model, cache, ids, mask))
-    with pytest.raises(ArgumentError, match="whole sequences of one length, or as they were padded"):
+    with pytest.raises(ArgumentError, match="whole sequences of one length, or rows padded as"):
         pool.commit(cache, ids)

@@ -131,9 +131,9 @@ def test_int4_reads_its_newest_64_tokens_as_they_were_computed(static: bool) -> 
 
 def test_what_cannot_keep_them_says_so() -> None:
     model = make_model()
-    with pytest.raises(ArgumentError, match="values must keep as many recent tokens as kv, 24, got"):
+    with pytest.raises(ArgumentError, match="values must have the residual window of kv, recent=24, got"):
         KVCache.for_model(model, kv=KV, values="int4:g8,recent=8")
-    with pytest.raises(ArgumentError, match="values must keep as many recent tokens as kv, 0, got"):
+    with pytest.raises(ArgumentError, match="values must have the residual window of kv, recent=0, got"):
         KVCache.for_model(model, kv="int8:g8,recent=0", values="int4:g8,recent=8")
     with pytest.raises(ArgumentError, match="kv must have as recent a number of at least 0"):
         KVCache.for_model(model, kv="int4:g8,recent=x")

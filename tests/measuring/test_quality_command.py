@@ -47,7 +47,7 @@ def test_command_decodes_other_texts_with_other_keys(capsys: pytest.CaptureFixtu
     for keys in ("outliers", "biases-high:30"):
         assert found[keys][1]["mean_kl"] > 3 * found["plain"][1]["mean_kl"]
     assert main([*arguments, "--after", "17", "--keys", "both"]) == 0
-    assert "4 tokens of torch, decoded behind 17 of 20, keys with both" in capsys.readouterr().out
+    assert "4 tokens of torch, decoded after 17 of 20, keys with both" in capsys.readouterr().out
 
 
 def test_command_reads_as_long_a_text_as_the_model_has_positions(

@@ -72,7 +72,7 @@ DAMAGE: dict[str, Callable[[Scene], object]] = {
     "page 3 has count 1, and 0 references": lambda s: add_count(s, 3, 1),
     "page 7 has count 1, and 0 references": lambda s: add_count(s, 7, 1),
     r"free are \[4, 5, 6, 7\], listed as free \[5, 6, 7\]": lambda s: s.pool._free.popitem(),
-    r"page 0 lies at \(0, 0\), but extent 0 has page 7 there": lambda s: s.pool._extents[0].reverse(),
+    r"page 0 is at \(0, 0\), but extent 0 has page 7 there": lambda s: s.pool._extents[0].reverse(),
     r"free are \[4, 5, 6, 7\], listed as free \[2, 4, 5, 6, 7\]": lambda s: s.pool._free.update({2: None}),
     r"evictable are \[3\], listed \[\]": lambda s: s.pool._evictable.clear(),
     r"evictable are \[3\], listed \[1, 3\]": lambda s: s.pool._evictable.update({1: None}),

@@ -168,7 +168,7 @@ def test_a_model_that_goes_on_otherwise_behind_pictures_answers_text_alone(
 
     parts.model.model.language_model.layers[0].mlp.register_forward_hook(change)
     assert picture_chats(parts.model, parts.tokenizer, parts.processor, 256) is None
-    assert "logits behind a picture that was found must be those without" in caplog.text
+    assert "logits after a picture that was found must be those without" in caplog.text
 
 
 def test_pack_only_is_refused(llava: tuple[Seeing, Eyes]) -> None:

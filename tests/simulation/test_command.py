@@ -128,7 +128,7 @@ def test_states_are_rows_of_their_own_and_all_of_them_the_last(
     options = ["--capacity", "10k", "--page-size", "256", "--states", "1,2"]
     assert main(["simulate", str(trace), *options]) == 0
     shown = capsys.readouterr().out
-    assert "15 pages of 256 and 5,000 tokens" in shown and "states are there at the end" in shown
+    assert "15 pages of 256 and 5,000 tokens" in shown and "states are kept at the end" in shown
     assert " lru, 1 states " in shown and " lru, all states " in shown and " opt" not in shown
     assert main(["simulate", str(trace), *options, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -81,7 +81,7 @@ def test_a_digest_that_stands_twice_is_damage(tmp_path: Path) -> None:
     run, data = make_run([1, 2, 3, 4])
     twice = rewritten(run, digests=(run.digests[-1],) * 2)
     file = twice.head() + data
-    with pytest.raises(DamagedRun, match="a digest stands twice"):
+    with pytest.raises(DamagedRun, match="a digest occurs twice"):
         read_head(file, len(file))
     path = written(tmp_path, [1, 2, 3, 4])
     path.write_bytes(file)

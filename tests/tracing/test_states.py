@@ -99,13 +99,13 @@ def test_the_page_marks_pages_with_states_behind_them(tmp_path: Path) -> None:
         def shown(name: str) -> str:
             return str(browser.find_element(By.ID, name).text)
 
-        wait(lambda: shown("count-states") == "recurrent states behind it (dot) 2")
+        wait(lambda: shown("count-states") == "recurrent states after it (dot) 2")
         wait(lambda: shown("tree").count(", 1 state") == 2)
         [second] = [x for x in browser.find_elements(By.CSS_SELECTOR, "#requests button") if x.text == "#2"]
         second.click()
         wait(lambda: "Request 2" in shown("detail"))
-        assert f"Recurrent states behind {GRID} tokens are found for request 2." in shown("detail")
-        assert f"Recurrent states behind {2 * GRID} tokens are kept for request 2." in shown("detail")
+        assert f"Recurrent states after {GRID} tokens are found for request 2." in shown("detail")
+        assert f"Recurrent states after {2 * GRID} tokens are kept for request 2." in shown("detail")
         browser.execute_script("seek(0)")
-        wait(lambda: shown("count-states") == "recurrent states behind it (dot) 0")
+        wait(lambda: shown("count-states") == "recurrent states after it (dot) 0")
         assert not browser.get_log("browser")

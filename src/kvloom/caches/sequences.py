@@ -226,8 +226,8 @@ class Sequences(Placement):
             kept = max(self.num_positions - count, begin)
             if max(kept - self.window + 1, begin) < min(kept, first):
                 raise StateError(
-                    f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, since what a "
-                    f"window of {self.window} behind fewer would show is gone, got {kept - begin}"
+                    f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, as the "
+                    f"window of {self.window} has evicted what fewer would see, got {kept - begin}"
                 )
 
     def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salts: Sequence[str]) -> None:
@@ -245,7 +245,7 @@ class Sequences(Placement):
         """
         if any(self.begins) and not self.is_padded:
             raise ArgumentError(
-                "cache must hold whole sequences of one length, or as they were padded when it began, to be "
+                "cache must hold whole sequences of one length, or rows padded as when it began, to be "
                 "found again"
             )
         for b, (table, row, salt) in enumerate(zip(self._tables, tokens, salts, strict=True)):

@@ -77,7 +77,7 @@ class StatePages:
         least = self.nbytes_of(specs, page_size)
         if max_bytes < least:
             raise ArgumentError(
-                f"max_state_bytes must be at least {least} for the states behind one text, got {max_bytes}"
+                f"max_state_bytes must be at least {least} for the states after one text, got {max_bytes}"
             )
         max_tokens = max_bytes // least * page_size
         format = CacheFormat(_KEPT, None, page_size, max_tokens, layout="NHD")

@@ -145,7 +145,7 @@ def append_paged_kv_cache(
         raise ArgumentError(f"batch_indices must be in [0, {batch}), got {batch_indices.tolist()}")
     column = positions // kv.block_size
     if bool(((positions < 0) | (column >= pages[batch_indices])).any()):
-        raise ArgumentError(f"positions must lie in the pages of their request, got {positions.tolist()}")
+        raise ArgumentError(f"positions must be in the pages of their request, got {positions.tolist()}")
     page = kv_indices[kv_indptr[batch_indices] + column]
     ops.store(append_key, append_value, page.long() * kv.block_size + positions % kv.block_size, kv)
 

@@ -50,7 +50,7 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
                         help=f"tokens of each text, {_LONGEST} for as many as the model has positions for "
                         f"(default: {_WINDOW}, or all positions)")  # fmt: skip
     parser.add_argument("--after", type=int, metavar="N",
-                        help="count what is predicted behind more tokens of a text (default: 0, with "
+                        help="count only predictions after more than N tokens of a text (default: 0, with "
                         "--decode half of a text)")  # fmt: skip
     parser.add_argument("--decode", action="store_true",
                         help="read as generation does: --after tokens at once, then one by one")  # fmt: skip
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         sys.stdout.write(json.dumps([_as_json(row) for row in rows], indent=2) + "\n")
     else:
-        how = f"decoded behind {after:,} of {windows.shape[1]:,}" if args.decode else "fed in chunks"
+        how = f"decoded after {after:,} of {windows.shape[1]:,}" if args.decode else "fed in chunks"
         keys = "" if args.keys == "plain" else f", keys with {args.keys}"
         _print_table(rows, len(kinds), f"{rows[0].num_tokens:,} tokens of {args.text}, {how}{keys}")
     if args.plot is not None:

@@ -100,7 +100,7 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
         if pool._extents[extent][index] != page:
             there = pool._extents[extent][index]
             raise StateError(
-                f"page {page} lies at {(extent, index)}, but extent {extent} has page {there} there"
+                f"page {page} is at {(extent, index)}, but extent {extent} has page {there} there"
             )
     sealed = pool._parents
     awake = list(counts)

@@ -70,7 +70,7 @@ class PageTable:
     def fill(self, num_tokens: int) -> None:
         """Add ``num_tokens`` tokens to the last page, which ``has_room`` for them."""
         if not self.has_room(num_tokens):
-            raise StateError(f"the last page must have room for {num_tokens} tokens that nobody else holds")
+            raise StateError(f"the last page must have room for {num_tokens} tokens, and no other holder")
         self._num_tokens += num_tokens
 
     def truncate(self, num_tokens: int) -> None:

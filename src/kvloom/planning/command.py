@@ -137,9 +137,9 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
     console.print(layers)
     if first.state_page:
         console.print(
-            f"a KVPool keeps the states behind a text in {first.state_page:,} bytes of its max_state_bytes, "
+            f"a KVPool keeps the states after a text in {first.state_page:,} bytes of its max_state_bytes, "
             f"as {first.state_tokens:,} tokens take: "
-            f"{first.batch * first.state_page:,} behind {first.batch}, beside "
+            f"{first.batch * first.state_page:,} after {first.batch}, beside "
             f"{first.cache + first.scales:,} of pages with their {first.batch * first.context:,} tokens"
         )
     if memory is not None:

@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against-key", metavar="KEY", help="of the other server, if it needs one")
     parser.add_argument("--against-model", metavar="NAME", help="the other server's first if not said")
     parser.add_argument("--system", type=int, default=256, metavar="N", help="words of the system prompt")
-    parser.add_argument("--words", type=int, default=32, metavar="N", help="of each request behind it")
+    parser.add_argument("--words", type=int, default=32, metavar="N", help="of each request after it")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
     parser.add_argument("--turns", type=int, default=4, metavar="N", help="of each conversation of chat")
     parser.add_argument("--trace", type=Path, metavar="F", help="JSON lines in Mooncake's format")
@@ -301,7 +301,7 @@ async def _measure(
                         lambda check: progress.update(task, completed=check.checked),
                     )
                 except openai.APIError as error:
-                    raise KVError(f"a request was answered in company, and not alone: {error}") from error
+                    raise KVError(f"a request was answered among others, and not alone: {error}") from error
                 summary["answers"] = {**asdict(check), "says": str(check)}
     return summary
 

@@ -52,7 +52,7 @@ class Guard:
         if is_ambiguous:
             refusal = (
                 400,
-                "the end of the body must be told by Content-Length or by Transfer-Encoding alone",
+                "the end of the body must be given by Content-Length or by Transfer-Encoding alone",
             )
         elif sum(len(name) + len(value) for name, value in scope["headers"]) > settings.max_header_bytes:
             refusal = (431, f"headers must be at most {settings.max_header_bytes} bytes")

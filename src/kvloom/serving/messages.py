@@ -90,7 +90,7 @@ class Chat:
         """
         if tokenizer.chat_template is None:
             raise ArgumentError(
-                "messages need a chat template, which the model lacks: serve --chat-template F"
+                "messages need a chat template, which the model does not have: serve --chat-template F"
             )
         try:
             self.expect_read(tokenizer)

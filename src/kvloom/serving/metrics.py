@@ -42,7 +42,7 @@ _COUNTERS: Final = (
     ("kvloom_computed_tokens", "Tokens that went through the model.", "tokens_computed"),
     ("kvloom_steps", "Forwards of the model.", "steps"),
     ("kvloom_preemptions", "How often a request lost its pages to others.", "preemptions"),
-    ("kvloom_session_restarts", "How often the session died and began anew.", "session.num_restarts"),
+    ("kvloom_session_restarts", "How often the session died and began again.", "session.num_restarts"),
     ("kvloom_finished_requests", "Requests that ended in any way.", "finished"),
 )
 """The same for counters."""

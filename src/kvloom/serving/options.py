@@ -114,7 +114,7 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,
-        help="the same bits for a request alone and in company; on if not said",
+        help="the same bits for a request alone and among others; on if not said",
     )
     group.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
 

@@ -178,14 +178,12 @@ def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache
         alone, _ = logits(other, "alone")
         behind, num_text = logits(other, "")
     if not (num_found > one.last and 0 < num_text <= other.first):
-        raise UnsupportedError(
-            f"pages must be found behind and before a picture, got {num_found}, {num_text}"
-        )
+        raise UnsupportedError(f"pages must be found after and before a picture, got {num_found}, {num_text}")
     allowed = torch.finfo(model.dtype).eps ** 0.5
     for name, found, expected in (
         ("with a pool", cold, stock),
-        ("behind a picture that was found", again, cold),
-        ("behind a text that was found", behind, alone),
+        ("after a picture that was found", again, cold),
+        ("after a text that was found", behind, alone),
     ):
         measured = distance_of([found[None]], [expected[None]])
         if not measured <= allowed:  # also true if it is NaN

@@ -143,8 +143,8 @@ class Vision:
                 for mark in self._marks:
                     if mark in part.get("text", ""):
                         raise ArgumentError(
-                            f"messages[{i}].content[{j}].text must be without {mark!r}, which stands "
-                            f"for what the model sees"
+                            f"messages[{i}].content[{j}].text must be without {mark!r}, which is "
+                            f"a placeholder of the model"
                         )
 
 

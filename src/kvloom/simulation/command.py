@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--states",
         metavar="N,...",
-        help="of a model with recurrent states: behind how many texts they are kept, beside all of them",
+        help="of a model with recurrent states: after how many texts they are kept, beside all of them",
     )
     parser.add_argument(
         "--state-interval", type=int, metavar="N",
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--state-tokens",
         type=int,
         metavar="N",
-        help="with --states and --below: tokens that take as many bytes as the states behind one text, as "
+        help="with --states and --below: tokens that take as many bytes as the states after one text, as "
         "plan says",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -205,7 +205,7 @@ def _print(results: Results, page_size: int) -> None:
     )
     print_table(_cell)
     if any(cache.states for cache in results):
-        console.print("texts behind which states are there at the end / were evicted:")
+        console.print("texts after which states are kept at the end / were evicted:")
         print_table(lambda x: f"{x.states_kept:,} / {x.states_evicted:,}")
 
 

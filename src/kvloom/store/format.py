@@ -227,7 +227,7 @@ def read_head(data: bytes, file_size: int, sums: Sums = PLAIN) -> tuple[Run, int
     sums_at = digests_at + lengths["digests"]
     digests = tuple(data[i : i + DIGEST_BYTES] for i in range(digests_at, sums_at, DIGEST_BYTES))
     if len(set(digests)) < len(digests):
-        raise DamagedRun("a digest stands twice")
+        raise DamagedRun("a digest occurs twice")
     tokens = data[header.start : digests_at] if "tokens" in lengths else None
     run = Run(
         header.fingerprint,
@@ -363,7 +363,7 @@ def _digest_of(text: str) -> bytes:
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise DamagedRun("a name stands twice in the header")
+        raise DamagedRun("a name occurs twice in the header")
     return dict(pairs)
 
 

@@ -123,5 +123,5 @@ def test_a_piece_that_comes_again_is_kept_once_and_none_may_lack() -> None:
     assert choice.prompt_logprobs[149] == LogProb(
         float(logprobs[149, 9]), tuple(order[149].tolist()), tuple(best[149].tolist())
     )
-    with pytest.raises(StateError, match=r"from its first token on, got one behind 151 of which 150 are"):
+    with pytest.raises(StateError, match=r"from its first token on, got one after 151 of which 150 are"):
         again.score(logits, tokens, 151)

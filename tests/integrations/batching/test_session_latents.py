@@ -144,7 +144,7 @@ CHANGES = {adapt: r"kv_b_proj is a \S+\.Adapter", hook: "kv_b_proj has hooks"}
 
 @pytest.mark.parametrize("change", list(CHANGES), ids=lambda change: change.__name__)
 def test_latents_that_must_be_expanded_are_refused_with_the_reason(change: Any) -> None:
-    reason = r"^model must have layers whose latents can be attended to where they lie, got "
+    reason = r"^model must have layers whose latents can be attended to in place, got "
     reason += rf"model\.layers\.2\.self_attn of DeepseekV3ForCausalLM: {CHANGES[change]}$"
     model = family("deepseek_v3")
     change(model)

@@ -227,7 +227,7 @@ def test_frequencies_that_are_none_of_the_models_give_gains_only() -> None:
     plant(model, FAMILIES["halves"])
     model.model.rotary_emb.forward = Stretched(model.model.rotary_emb)
     found = smoothing_of(model)
-    assert {x.reason for x in found} == {"gains only: how its keys turn is not known"}
+    assert {x.reason for x in found} == {"gains only: the rotation of its keys is not known"}
     assert all(x.smoothing is not None and x.smoothing.offset is None for x in found)
 
 

@@ -65,7 +65,7 @@ def _rows_behind(x: Tensor, stride: int, offset: int, name: str) -> Tensor:
     available = x.untyped_storage().nbytes() // x.itemsize
     if tokens and end > available:
         raise ArgumentError(
-            f"strides and offsets must stay within the {available} elements behind {name}, "
+            f"strides and offsets must stay within the {available} elements after {name}, "
             f"got token {tokens - 1} ending at {end}"
         )
     return x.as_strided((tokens, heads, head_size), (stride, head_size, 1), start if tokens else 0)

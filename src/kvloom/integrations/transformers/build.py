@@ -100,7 +100,7 @@ def cache_format(
         kinds.append(parse_kind(name, text))
     said = [kind.recent for kind in kinds]
     if None not in said and said[0] != said[1]:
-        raise ArgumentError(f"values must keep as many recent tokens as kv, {said[0]}, got {values!r}")
+        raise ArgumentError(f"values must have the residual window of kv, recent={said[0]}, got {values!r}")
     recent = recent_of(*kinds)
     return _smoothed(replace(formats[0], values=formats[1], recent=recent), smoothing, [kinds[0].smooth])
 
@@ -202,7 +202,7 @@ def make_layers(
             continue
         if kind not in _KINDS or (static and hybrid):
             raise UnsupportedError(
-                f"model must have layers that this version's DynamicCache serves, got {kind!r} in "
+                f"model must have layers that this version's DynamicCache supports, got {kind!r} in "
                 f"{type(model).__name__} with transformers {transformers.__version__}"
             )
         window = getattr(layer, "sliding_window", None)

@@ -125,7 +125,7 @@ def expect_content(
         for token in placeholders.keys() & set(tokens):
             raise ArgumentError(
                 f"content must be given for input_ids with token {token}, the {placeholders[token]}: a "
-                f"digest of what stands there, as content_of(inputs) makes it, got none"
+                f"digest of its content, as content_of(inputs) makes it, got none"
             )
     return contents
 

@@ -217,7 +217,7 @@ class _Tried:
                 yield self._requested("a session, another salt", manager, 0, "another")
                 with change:
                     yield self._requested(f"a session, {name}", manager, 0)
-                yield self._requested("a session, and the model as it was", manager, _FOUND)
+                yield self._requested("a session, and the unchanged model", manager, _FOUND)
             finally:
                 manager.stop(block=True)
         finally:
@@ -238,7 +238,7 @@ class _Tried:
             ("an empty store", 0, nullcontext()),
             ("a store that has the text", _FOUND, nullcontext()),
             (f"a store, {name}", 0, change),
-            ("a store, and the model as it was", _FOUND, nullcontext()),
+            ("a store, and the unchanged model", _FOUND, nullcontext()),
         ):
             from kvloom.store import KVStore
 

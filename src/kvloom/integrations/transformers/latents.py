@@ -92,7 +92,7 @@ def expect_absorbed(model: nn.Module) -> None:
         reason = why_not_absorbed(module) if hasattr(type(module), EXPAND) else None
         if reason is not None and (why_expanded(module) is not None or not _is_meta(module)):
             raise UnsupportedError(
-                f"model must have layers whose latents can be attended to where they lie, got {name} of "
+                f"model must have layers whose latents can be attended to in place, got {name} of "
                 f"{type(model).__name__}: {reason}"
             )
 

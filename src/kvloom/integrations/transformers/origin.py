@@ -142,7 +142,7 @@ class Origin:
                 self.state = state
             elif past <= self.num_found:
                 raise StateError(
-                    f"the model must be as it was when {past} tokens of the cache were found: begin anew "
+                    f"the model must be unchanged since {past} tokens of the cache were found: begin again "
                     f"after a change of weights, adapters, hooks or attributes"
                 )
             else:
@@ -162,7 +162,7 @@ class Origin:
             name = None if is_default else "position_ids"
         if name == "position_ids" and any(begins):
             raise ArgumentError(
-                f"position_ids must count the tokens of each row behind its padding, from 0 in columns "
+                f"position_ids must count the tokens of each row after its padding, from 0 in columns "
                 f"{list(begins)}, as generate makes them of the mask, got {inputs.get('position_ids')}"
             )
         if name is not None:

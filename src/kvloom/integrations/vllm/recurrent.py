@@ -136,7 +136,7 @@ def state_groups(config: Any, groups: Sequence[Any]) -> StateGroups | None:
     if not config.cache_config.enable_prefix_caching:
         raise UnsupportedError(
             "enable_prefix_caching must be True for a store of recurrent states, got False: without it vLLM "
-            "keeps none behind blocks"
+            "keeps none after blocks"
         )
     if any(spec.num_prefill_checkpoint_blocks for spec in flat) and step > size:
         raise UnsupportedError(

@@ -177,7 +177,7 @@ def _expect_served(model: PreTrainedModel) -> None:
             f"model must take its attention from AttentionInterface, which {name} does not"
         )
     if getattr(model, "_device_mesh", None) is not None or getattr(model, "tp_size", None) not in (None, 1):
-        raise UnsupportedError(f"model must lie on one device, got tensor parallelism in {name}")
+        raise UnsupportedError(f"model must be on one device, got tensor parallelism in {name}")
 
 
 def _expect_kinds(model: PreTrainedModel) -> None:

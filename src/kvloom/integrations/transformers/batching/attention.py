@@ -83,7 +83,7 @@ def attention(
     absorbed = key.absorbed(value, query) if isinstance(value, ExpandedStates) else None
     if absorbed is None:
         raise UnsupportedError(
-            f"sessions must attend to latents where they lie, which layer {layer} does not let them: "
+            f"sessions must attend to latents in place, which layer {layer} does not allow: "
             f"{why_not_absorbed(module) or 'its keys, values and queries are not of one product'}"
         )
     scaling = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling

@@ -151,7 +151,7 @@ class MixerCalls:
             states = feed.held.states
             if (0 if states is None else states.num_tokens) != feed.past:
                 raise StateError(
-                    f"recurrent states must be those behind {feed.past} tokens, got "
+                    f"recurrent states must be those after {feed.past} tokens, got "
                     f"{0 if states is None else states.num_tokens}"
                 )
             alike.setdefault((states is None, feed.pieces), []).append((start, feed))

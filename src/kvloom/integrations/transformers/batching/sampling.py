@@ -104,7 +104,7 @@ class Choice:
         known = len(self.prompt_logprobs) - position
         if known < 0:
             raise StateError(
-                f"a prompt must be scored from its first token on, got one behind {position} of which "
+                f"a prompt must be scored from its first token on, got one after {position} of which "
                 f"{len(self.prompt_logprobs)} are scored"
             )
         for row in range(known, len(following), _ROWS):

@@ -58,7 +58,7 @@ def fit(key: Tensor, power: Tensor, turns: Sequence[Tensor], shift: int, still: 
     first = key[0]
     if rotation is None:
         gain = _gains(first[:, _SKIPPED:].square().mean(1), query)
-        return LayerSmoothing(KeySmoothing(gain.cpu()), "gains only: how its keys turn is not known")
+        return LayerSmoothing(KeySmoothing(gain.cpu()), "gains only: the rotation of its keys is not known")
     mean, sizes = _means(first, rotation, query, turning)
     gain = _gains(_evened(sizes, rotation), _evened(query, rotation)).cpu()
     if not bool(mean.any()):
