@@ -253,7 +253,7 @@ class KVCache(StatefulCache):
                 layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        expect_one_length(self.layers, self._cache.lengths)
+        expect_one_length(lengths_of(self._own_layers) | self._cache.lengths, self.layers)
 
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; the two are independent."""

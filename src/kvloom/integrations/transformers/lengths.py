@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import Cache
 
-from kvloom.caches import FixedLayer, PagedLayer
+from kvloom.caches import PagedLayer
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.layers import KVCacheLayer
@@ -16,15 +16,19 @@ _OFFSET_IS_OF_A_LAYER: Final = hasattr(Cache, "get_query_offset")
 
 def lengths_of(layers: Iterable[KVCacheLayer]) -> set[int]:
     """Numbers of tokens seen by layers that the model uses; waits for an accelerator if they are tensors."""
-    pages = [x for layer in layers if layer.is_used for x in layer.streams]
-    found = {x.num_tokens + x.num_removed for x in pages if isinstance(x, PagedLayer)}
-    lengths = [x.length for x in pages if isinstance(x, FixedLayer)]
-    return found | set(torch.stack(lengths).tolist() if lengths else ())
+    found, lengths = set[int](), []
+    for layer in layers:
+        if layer.is_used:
+            for stream in layer.streams:
+                if isinstance(stream, PagedLayer):
+                    found.add(stream.num_tokens + stream.num_removed)
+                else:
+                    lengths.append(stream.length)
+    return found | set(torch.stack(lengths).tolist()) if lengths else found
 
 
-def expect_one_length(layers: Sequence[Any], lengths: set[int]) -> None:
-    """Raise StateError unless the lengths of the layers of a cache, and ``lengths``, are all the same."""
-    lengths = lengths_of(x for x in layers if isinstance(x, KVCacheLayer)) | lengths
+def expect_one_length(lengths: set[int], layers: Sequence[Any]) -> None:
+    """Raise StateError unless the ``lengths`` of the ``layers`` of a cache are all the same."""
     if len(lengths) > 1:
         unused = [i for i, x in enumerate(layers) if not getattr(x, "is_initialized", True)]
         why = f", or the model has no layers {unused}, which the cache has" if unused else ""
