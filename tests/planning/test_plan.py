@@ -124,7 +124,7 @@ def test_what_texts_with_states_take_in_a_pool_is_said(
     cache = filled(model, pool.begin(torch.ones(7, 100, dtype=torch.int64)), 7, 100)
     nbytes = pool.report()["states"]["nbytes"]
     tokens = -(-nbytes // int(cache.nbytes_per_token))
-    said = f"in {nbytes:,} bytes of its max_state_bytes, as {tokens:,} tokens take: {7 * nbytes:,} behind 7, "
+    said = f"in {nbytes:,} bytes of its max_state_bytes, as {tokens:,} tokens take: {7 * nbytes:,} after 7, "
     assert said in shown
     assert f"beside {cache.nbytes:,} of pages with their 700 tokens" in shown
 
