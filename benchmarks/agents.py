@@ -1,8 +1,8 @@
 """Turns of agents between requests of others, with sessions of agents and without. Prints one JSON line.
 
-Agents take turns one after the other; behind each turn others ask with prompts of their own, so that more
-tokens come between two turns of an agent than all pages hold. Seconds are from the request of a turn, but an
-agent's first one, to its first new token. What was computed of earlier turns is found again, or it is not.
+Agents take turns in sequence; after each turn others ask with prompts of their own, so that more tokens come
+between two turns of an agent than all pages hold. Seconds are from the request of a turn, but an agent's
+first one, to its first new token. Tokens of earlier turns are found again, or they are not.
 
 Prediction: without sessions every turn is computed from its first token, with them only its new tokens and
 the answer's last one: about 65 of 600 to 900, so a tenth of the time or less.
@@ -27,12 +27,12 @@ FIRST: Final = 512
 MORE: Final = 64
 """Tokens that an agent adds in a turn."""
 OTHERS: Final = 3
-"""Requests of others behind a turn."""
+"""Requests of others after a turn."""
 PAGES: Final = 800
 
 
 def run(kv: str, num_turns: int, has_sessions: bool) -> dict[str, Any]:
-    """Seconds of the turns, which tokens they gave, and the share of earlier tokens that was found."""
+    """Seconds of the turns, their tokens, and the share of earlier tokens that was found."""
     model, draw = make_model(), random.Random(0)
     continuous_batching(model, kv)
     generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -1,4 +1,4 @@
-"""How near attention over stored tokens comes to reading them, and to what others do. Prints one JSON line.
+"""Speed of attention over stored tokens, beside reading them and beside peers. Prints one JSON line.
 
 A decode step of one Llama-3-8B layer. Each round times, on memory that no processor cache holds,
 ``ops.attend`` on random pages, a read of the bytes that our cache stores, a read of as many pages in random

@@ -1,4 +1,4 @@
-"""What batch invariance and packed layers cost and gain: steps of one request, sessions, enabling.
+"""Costs and gains of batch invariance and packed layers: steps of one request, sessions, enabling.
 
 python benchmarks/batch_invariance.py [--requests 64] [--layers 8] [--hidden 1024] [--rounds 5]
 
@@ -48,7 +48,7 @@ def make_model(dtype: torch.dtype, layers: int, hidden: int) -> Any:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

@@ -1,8 +1,8 @@
-"""What each cache kind costs and changes on held-out text, with the bundled model. Prints one JSON line.
+"""Costs and losses of each kind of cache on held-out text, with the bundled model. Prints one JSON line.
 
 Prompts are the first characters of held-out files: short, so they show what a cache changes and costs, not
 what a long context gains. Loss is that of whole windows in one pass, whose attention sees what the cache
-gives back. ``in place`` has kvloom's attention, the others the model's own.
+returns. ``in place`` has kvloom's attention, the others the model's own.
 """
 
 import argparse

@@ -9,7 +9,7 @@ NAMES = {"ours": "kvloom", "pages": "read of its pages"}
 
 
 def layer(result: dict[str, Any]) -> str:
-    """What was computed, and where."""
+    """Sizes of the layer, and the machine."""
     return (
         f"{result['query_heads']} query heads over {result['heads']} of {result['head_dim']}, random pages "
         f"of {result['page']}, layout `{result['layout']}`, {result['isa']}"
@@ -23,7 +23,7 @@ def movement_section(result: dict[str, Any]) -> str:
         f"{result['head_dim']} in random pages of {result['page']}, {result['isa']}, {result['threads']} "
         "threads; medians of pairs. Quantized from and to bfloat16; copies count the bytes as stored. The "
         "last columns are how many times a store's time `index_copy_` takes for the same tokens, into rows "
-        "that stay as they are, and a store of smoothed keys."
+        "that stay unquantized, and a store of smoothed keys."
     ]
     for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
         rows = [
@@ -120,7 +120,7 @@ def vllm_cpu_section(result: dict[str, Any]) -> str:
 
 
 def threads_cpu_section(result: dict[str, Any]) -> str:
-    """What a second thread is worth."""
+    """Section on the gain of a second thread."""
     one, two = map(str, result["threads"])
     for row in result["rows"]:
         row["us"] = f"{row['us'][one]:,.0f} / {row['us'][two]:,.0f} ({row['speedup']:.2f}x)"

@@ -42,7 +42,7 @@ WARMUP = 2
 
 
 class Setting(NamedTuple):
-    """What a table of results is measured with."""
+    """Parameters of a table of results."""
 
     kv_heads: int
     threads: int

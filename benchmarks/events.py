@@ -1,6 +1,6 @@
-"""What recording the events of pages costs: of a decode step, and of a whole request.
+"""Cost of recording the events of pages: in a decode step, and in a whole request.
 
-A 4-layer Llama in float32 with 8 query heads of 64 decodes behind 256 tokens of a ``KVPool``; steps that
+A 4-layer Llama in float32 with 8 query heads of 64 decodes after 256 tokens of a ``KVPool``; steps that
 record and steps that do not take turns in one process, each with a cache of its own. Predicted: nothing that
 can be measured, for a step that needs no page makes no event. Off there is one comparison with ``None`` in
 each method of the pool, ``off_ns``. Prints one JSON line.

@@ -1,11 +1,10 @@
-"""Which changes of a 4-bit format pay, one at a time, and what others make of 4 bits. Prints one JSON line.
+"""Gains of changes of a 4-bit format, one at a time, and 4 bits of other libraries. Prints one JSON line.
 
 Formats are simulated in plain torch: a DynamicCache whose tokens are rounded as the format would round them,
 measured by ``kvloom.quality``. The first is int4 as kvloom's kernels quantize it, and has the figures of
-``PLAIN``. Behind them stand caches as they are: kvloom's by their spelling and by a
-plan of bits that another text gave, quanto and hqq in transformers' cache, which leave the newest 128 tokens
-as they are, or the newest one, and llama.cpp's q4_0 by its own codec, of keys and values that a Hadamard
-matrix rotates as llama.cpp does.
+``PLAIN``. After them come unchanged caches: kvloom's by format strings and by a plan of bits from another
+text, quanto and hqq in transformers' cache, which leave the last 128 tokens unquantized, or the last one, and
+llama.cpp's q4_0 by its own codec, of keys and values that a Hadamard matrix rotates as llama.cpp does.
 
 Outliers are made: two RoPE pairs of each key head, ten times as large in keys and a tenth in queries, so
 that the exact model is the same; 30 times in the first and the last layer. Qwen2.5-7B has key biases of a
@@ -44,7 +43,7 @@ STORED = (
     "int4:g16,rotate=none,recent=0", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0",
 )  # fmt: skip
 PLANNED = 1000
-"""Bytes of a token that a plan of bits may take, with what its newest tokens take of ``LONG``."""
+"""Bytes of a token that a plan of bits may take, with the share of its residual window in ``LONG``."""
 PEERS = (("quanto", RESIDUAL), ("quanto", 1), ("hqq", RESIDUAL), ("hqq", 1))
 CHUNK = 32
 
@@ -111,12 +110,12 @@ class Format:
     """A format of 4 bits.
 
     Attributes:
-        name: What changed.
+        name: The change.
         rule: Rounds groups ``[..., group]``.
         group: Elements that share a scale.
-        rotates: Keys, values or both (``"kv"``) are rotated before they are rounded, and turned back.
-        zeros: Of which of the two the rule is ``zero_point``.
-        recent: Newest tokens that stay as they are.
+        rotates: Keys, values or both (``"kv"``) are rotated before they are rounded, and unrotated.
+        zeros: Sides, ``"k"`` or ``"v"``, whose rule is ``zero_point``.
+        recent: Length of the residual window.
     """
 
     name: str
@@ -127,14 +126,14 @@ class Format:
     recent: int = 0
 
     def rounded(self, x: Tensor, side: str) -> Tensor:
-        """``[B, H, N, D]`` as the format gives them back."""
+        """``[B, H, N, D]`` as the format returns them."""
         rule = zero_point if side in self.zeros else self.rule
         turned = hadamard(x) if side in self.rotates else x
         back = rule(turned.unflatten(-1, (-1, self.group))).flatten(-2)
         return hadamard(back) if side in self.rotates else back
 
     def nbytes_per_token(self, config: Any) -> float:
-        """Of tokens that are not the newest, in all layers."""
+        """Bytes of a token in codes, in all layers."""
         groups, heads = config.head_dim / self.group, config.num_hidden_layers * config.num_key_value_heads
         sides = (config.head_dim / 2 + groups * (4 if side in self.zeros else 2) for side in "kv")
         return heads * sum(sides)
@@ -147,7 +146,7 @@ class Format:
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]
-    """Keeps what it is given, and gives back what a format would make of it."""
+    """A cache that returns its tokens as a format would round them."""
 
     format: Format
 

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures: a decode step, an append and a prefill of one layer, and peers doing the same."""
+"""Cases of ``gpu.py``: a decode step, an append and a prefill of one layer, and peers doing the same."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LATENTS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128}
 """Query heads over latents and rope keys of these sizes."""
 KINDS = {"bf16": None, "int8 g64": QuantSpec(8, 64), "int4 g64": QuantSpec(4, 64)}
 MOST_TOKENS = 1 << 20
-"""Of all sequences of a decode step: 4 GiB of bfloat16."""
+"""Tokens of all sequences of a decode step: 4 GiB of bfloat16."""
 
 COLD = 256 << 20
 """Bytes between two uses of the same memory, several times what a cache of the device holds."""
@@ -90,7 +90,7 @@ def prepare(case: Case, *, peers: bool = True) -> Work:
 
 
 def _caches(case: Case, tokens: int) -> tuple[list[KVView], int]:
-    """As many caches as make memory cold, and the bytes that the tokens take in one."""
+    """Enough caches to make memory cold, and the bytes that the tokens take in one."""
     spec = KVSpec(1, HEADS, HEAD_DIM, torch.bfloat16, "2 B S H D", KINDS[case.kind])
     pool = -(-tokens // PAGE) * PAGE
     stored = spec.nbytes(pool, PAGE)
@@ -164,7 +164,7 @@ def _latents(case: Case) -> Work:
 
 
 def _dense_peers(case: Case, query: Tensor, new: int, views: list[KVView], turns: int) -> dict[str, Call]:
-    """torch's attention over contiguous keys and values, as many memories."""
+    """torch's attention over contiguous keys and values, in the same number of memories."""
     shape = (case.batch, HEADS, case.context, HEAD_DIM)
     if 2 * turns * math.prod(shape) * 2 > 48 << 30:
         return {}

@@ -1,4 +1,4 @@
-"""What one more token costs as the text grows: without a cache, with one, with ours. Prints one JSON line.
+"""Cost of one more token as the text grows: without a cache, with one, with kvloom's. Prints one JSON line.
 
 A 4-layer Llama of random weights, 8 heads of 64, float32, one thread. Without a cache the next token needs a
 pass over everything before it; with one, a pass over a single token that reads the keys and values kept of

@@ -1,9 +1,9 @@
-"""How many blocks of a trace a cache can find, by what it knows of each use of a block.
+"""Share of blocks of a trace that a cache can find, by its knowledge of each use of a block.
 
-Of each use a kind is known, and of each kind how likely its blocks are used again at which age. Room has a
-price, and a block is kept for as long as it is expected to earn most. At the price at which so many blocks
-are kept on average, nobody who knows as much and has these odds finds more. They are counted in other texts
-of the same trace, later ones too, which nobody has who serves it; or in what came before.
+Each use has a kind, and each kind the odds that its blocks are used again at each age. Room has a price, and
+a block is kept for as long as it is expected to earn most. At the price at which the capacity is full on
+average, no policy with the same knowledge and odds finds more. Odds are counted in other texts of the same
+trace, later ones too, which no server has; or in what came before.
 
 ``KVLOOM_TRACE`` names a file in Mooncake's format; without it one is made up. Predicted: knowing more finds
 more where odds are from other texts, and knowing which blocks are never used again finds nearly all. Prints
@@ -28,7 +28,7 @@ from kvloom.simulation.trace import BLOCK_TOKENS, Request, read_trace
 
 CAPACITIES = (1_000_000, 3_000_000, 10_000_000)
 PARTS = {"other texts": 5, "before": 8}
-"""Of the texts, each judged by odds of the others, and of the trace, each by those of what came before."""
+"""Number of parts: of the texts, each judged by odds of the others, or of the trace, by odds of before."""
 OURS = ("uses", "is_last")
 KNOWN: dict[str, tuple[str, ...]] = {
     "age": (),
@@ -50,10 +50,10 @@ class Use(NamedTuple):
     """Blocks of a request of which the same is known.
 
     Attributes:
-        number: Of the request.
-        text: With which it begins.
+        number: Number of the request.
+        text: Number of the text with which it begins.
         gap: Requests until the next use, or infinity.
-        facts: In the order of ``KNOWN``.
+        facts: Known facts, in the order of ``KNOWN``.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Use(NamedTuple):
 
 
 class Ages:
-    """Of some blocks, by age: how many came to it, how many were used in it, and how long all were there."""
+    """Counts of some blocks by age: those that reached it, those used in it, and the time of all in it."""
 
     def __init__(self, num_ages: int) -> None:
         self.ends, self.part = [0] * num_ages, [0.0] * num_ages
@@ -77,7 +77,7 @@ class Ages:
         self.used[age] += count * is_used
 
     def entered(self) -> list[float]:
-        """How many came to each age, without those that were lost sight of in it."""
+        """Number of blocks that reached each age, without those whose time ended in it unused."""
         made, later = [], 0
         for ends, used in zip(reversed(self.ends), reversed(self.used), strict=True):
             made.append(float(later + used))
@@ -96,7 +96,7 @@ class Ages:
 
 
 def uses_of(requests: Sequence[Request], facts: Sequence[str]) -> Counter[Use]:
-    """What there is to know of each use, lengths by octaves."""
+    """Facts of each use, with lengths by octaves."""
     rng, later = random.Random(0), defaultdict[int, list[int]](list)
     for number, request in enumerate(requests):
         for block in request.hash_ids:
@@ -137,7 +137,7 @@ def counted(uses: Iterable[tuple[Use, int]], end: int, num_ages: int) -> dict[tu
 
 
 def odds(ages: dict[tuple[int, ...], Ages], facts: tuple[int, ...], num_ages: int) -> list[float]:
-    """How likely a block is used in each age; of what was seldom seen, by less that is known."""
+    """Probability that a block is used in each age; of rare facts, by fewer of them."""
     made = [0.05] * num_ages
     for i in range(len(facts) + 1):
         pages = 300 if i else 20

@@ -29,7 +29,7 @@ def latents_section(result: dict[str, Any]) -> str:
     if costs:
         head = ["cache", "bytes/token", "mean KL in nats", "same choices", "perplexity"]
         text += (
-            "\n\nA small model that was trained with latents, decoded on held-out text behind half of each "
+            "\n\nA small model that was trained with latents, decoded on held-out text after half of each "
             "text of 512 tokens.\n\n" + table(head, costs)
         )
     return text

@@ -2,7 +2,7 @@
 
 Steps are those of three layers of DeepSeek V2-Lite's sizes with random weights, over DynamicCache's, of one
 sequence, in alternating rounds. Quality is that of a small model that was trained with latents, decoded on
-held-out text, each token behind half of its text.
+held-out text, each token after half of its text.
 
 Prediction: DynamicCache's layers expand all latents in each step, 4.2 million multiplications a token, and
 kvloom's attend to them by 17,000 multiplications a token, so steps are 100 times as fast once expansion is

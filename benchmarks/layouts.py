@@ -1,4 +1,4 @@
-"""Conversion of layouts against a copy of the same bytes by torch, one after the other in one process."""
+"""Conversion of layouts against a copy of the same bytes by torch, alternating in one process."""
 
 import time
 from collections.abc import Callable

@@ -32,7 +32,7 @@ SLACK = 16
 
 
 def contenders() -> list[tuple[Contender, bool]]:
-    """With whether the cache is told how many tokens will come."""
+    """Contenders, and whether each gets the number of tokens in advance."""
     ours = [
         (kvloom(kv, in_place=in_place, bounded=bounded), bounded)
         for kv in ("float32", "int8", "int4")

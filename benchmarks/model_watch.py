@@ -1,4 +1,4 @@
-"""What it takes to see that a model is the one that it was: in each lookup of a pool, and in each forward.
+"""Time to check that a model is unchanged: in each lookup of a pool, and in each forward.
 
 python benchmarks/model_watch.py [--layers 32] [--hidden 512]
 """

@@ -1,10 +1,10 @@
-"""How near store, load and copy come to the fastest copy of the same bytes. Prints one JSON line.
+"""Speed of store, load and copy, beside the fastest copy of the same bytes. Prints one JSON line.
 
-Each round times every contender and the probe one after the other on memory that no cache holds; the figures
-are medians of the ratios in a round. Probes follow each other: threads of an operator that wait for the next
-one would take the processor of a probe's. Bytes are those of keys and values as numbers (of ``copy``: as
-stored). ``index_copy_`` is torch's way to write tokens into rows, which stay as they are. Smoothed keys have
-an offset in as many pairs of channels of each head as kvloom gives keys of a model at most.
+Each round times every contender and the probe in sequence on memory that no cache holds; the figures are
+medians of the ratios in a round. Probes follow each other: threads of an operator that wait for the next one
+would take the processor of a probe's. Bytes are those of keys and values as numbers (of ``copy``: as stored).
+``index_copy_`` is torch's way to write tokens into rows, unquantized. Smoothed keys have offsets in the
+largest number of pairs of channels that kvloom gives a head.
 """
 
 import argparse

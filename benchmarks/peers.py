@@ -16,7 +16,7 @@ from kvloom.integrations.transformers import KVCache
 
 STOCK = "DynamicCache"
 RESIDUAL = 128
-"""Newest tokens that transformers' int4 caches keep unquantized before they requantize all: their default."""
+"""Tokens that transformers' int4 caches keep unquantized before they requantize all: their default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Contender:
 
 
 def stock() -> Contender:
-    """What ``generate`` uses when it is given no cache."""
+    """The default cache of ``generate``."""
     return Contender(STOCK, lambda model, _: DynamicCache(config=model.config))
 
 
@@ -77,7 +77,7 @@ def kvloom(
 ) -> Contender:
     """KVCache, read through tensors that it gathers or in place, growing or with ``max_tokens`` known.
 
-    Keys and values are codes if they have a group, and so many of the newest are kept beside as they are.
+    Keys and values are codes if they have a group, with a residual window of ``recent`` tokens.
     """
     name = " ".join(
         ("kvloom", kv if values is None else f"{kv}/{values}", *(("in place",) if in_place else ()))
@@ -94,7 +94,7 @@ def kvloom(
 
 
 def installed(contenders: Iterable[Contender], model: Any) -> tuple[list[Contender], list[str]]:
-    """Those that can be built here, and the names of the others."""
+    """Contenders that can be built here, and the names of the others."""
     found, missing = [], []
     for contender in contenders:
         try:

@@ -1,4 +1,4 @@
-"""How many products a second a causal prompt of 2048 tokens does, beside others. Prints one JSON line.
+"""Products a second of a causal prompt of 2048 tokens, beside others. Prints one JSON line.
 
 One Llama-3-8B layer whose 2048 new tokens are stored. Counted are two products and two sums for each element
 of each pair of a query and a key that it sees. The limit is torch's matrix product of 2048 x 2048 in the

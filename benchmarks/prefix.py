@@ -1,4 +1,4 @@
-"""Time to the first token of a question behind a long system prompt: read anew, forked, or found in a pool.
+"""Time to the first token of a question after a long system prompt: computed, forked, or found in a pool.
 
 Predicted: a hit costs what the question alone costs, so the ratio is near the ratio of the lengths.
 Prints one JSON line.

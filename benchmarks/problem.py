@@ -1,4 +1,4 @@
-"""What the attention benchmarks compute: the same numbers for everyone, and how far two answers may differ.
+"""The problem of the attention benchmarks: the same numbers for all contenders, and tolerances.
 
 B sequences, Hq query heads, H key/value heads, Q new tokens, S stored ones (the new ones last), D head dim.
 """
@@ -33,7 +33,7 @@ KINDS = {
     "int4 g64": (torch.bfloat16, QuantSpec(4, 64)),
     "int8 g8": (torch.bfloat16, QuantSpec(8, 8)),
 }
-"""What a cache holds, by name: dtype of the query and of what is not quantized, and our codes."""
+"""Contents of a cache, by name: dtype of the query and of unquantized tokens, and kvloom's codes."""
 
 TOLERANCE = {
     "float32": 1e-4,
@@ -43,22 +43,22 @@ TOLERANCE = {
     "int4 g64": 0.5,
     "int8 g8": 0.06,
 }
-"""How far two answers may differ by ``difference``. Of codes it is what they lose: every library has groups
-of its own, and the means that attention takes of random numbers are small."""
+"""Largest ``difference`` of two answers. For codes it is their loss: every library has groups of its own, and
+the means that attention takes of random numbers are small."""
 
 Run = Callable[[int], Tensor]
-"""From the number of a copy to ``[B, Hq, Q, D]``."""
+"""Function from the number of a copy to ``[B, Hq, Q, D]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Attention of the newest tokens, in float32.
+    """Attention of the last tokens, in float32.
 
     Attributes:
         kind: Key of ``KINDS``.
         query: ``[B, Hq, Q, D]``.
         keys: ``[B, H, S, D]``, as ``values``. Of several new tokens each sees those up to itself.
-        copies: Of keys and values that each contender holds.
+        copies: Number of copies of keys and values that each contender holds.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the query."""
+        """Dtype of the query."""
         return KINDS[self.kind][0]
 
     def memories(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -80,7 +80,7 @@ class Problem:
 
 
 def arguments(description: str | None, rounds: int = 21) -> argparse.ArgumentParser:
-    """What every attention benchmark takes."""
+    """Arguments of every attention benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="few tokens, few rounds")
     parser.add_argument("--rounds", type=int, default=rounds)
@@ -90,7 +90,7 @@ def arguments(description: str | None, rounds: int = 21) -> argparse.ArgumentPar
 
 
 def arguments_against_peers(description: str | None) -> argparse.Namespace:
-    """Of a benchmark that times peers too: ``arguments``, and ``--threads`` for torch."""
+    """Arguments of a benchmark that times peers too: ``arguments``, and ``--threads`` for torch."""
     parser = arguments(description)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
@@ -100,7 +100,7 @@ def arguments_against_peers(description: str | None) -> argparse.Namespace:
 
 
 def frame(figure: str, layout: str, rounds: int) -> dict[str, Any]:
-    """What the result of every attention benchmark says of what it measured."""
+    """Fields that the result of every attention benchmark has."""
     return {
         "figure": figure,
         "isa": cpu.ISA,
@@ -136,7 +136,7 @@ def against_peers(
 
 
 def stored_bytes(kind: str, tokens: int) -> int:
-    """Of keys and values of one layer, scales included."""
+    """Bytes of keys and values of one layer, scales included."""
     dtype, quant = KINDS[kind]
     return 2 * KVSpec(1, HEADS, HEAD_DIM, dtype, "T H D", quant).nbytes(tokens)
 
@@ -182,7 +182,7 @@ def ours(problem: Problem, layout: str, page: int = PAGE) -> Run:
 
 
 def our_answer(problem: Problem, attend: Run) -> Tensor:
-    """What ``attend`` gives, which must be what plain torch gives in float32; else ends the program."""
+    """Result of ``attend``, compared with plain torch in float32; ends the program if it differs."""
     answer = attend(0).clone()
     causal = problem.query.shape[2] > 1
     exact = scaled_dot_product_attention(

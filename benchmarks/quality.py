@@ -1,4 +1,4 @@
-"""What quantized caches cost in quality, for how many bytes, on held-out text. Prints one JSON line.
+"""Loss of quality of quantized caches, and their bytes, on held-out text. Prints one JSON line.
 
 The bundled model reads windows of 512 tokens in chunks of 32, so that attention reads what the cache made of
 the tokens before, as in decoding. ``loss`` is the mean over all next tokens in nats and ``perplexity`` its
@@ -6,8 +6,8 @@ exponential, ``mean_kl`` the mean of KL(DynamicCache || cache) of their distribu
 positions with the same first choice. ``nbytes_per_token`` is counted, scales included, on 8192 tokens that
 are stored at once, of which the caches of transformers leave none unquantized.
 
-What a token attends to most are itself and its neighbors, so it matters which of them are unquantized
-(``unquantized``): in kvloom's int4 the newest 64 of each token and, read through tensors, up to 31 more, with
+A token attends most to itself and the tokens just before it, so it matters which of these are unquantized
+(``unquantized``): in kvloom's int4 the last 64 of each token and, read through tensors, up to 31 more, with
 ``recent=0`` none, where a chunk comes back as it was stored and its length changes nothing; in the integer
 caches of transformers the chunk and up to 128 tokens before it, a quarter of a window. These are measured as
 they come; quanto, the faster, also fed token by token with nothing kept but the token itself.
@@ -43,14 +43,14 @@ RECENT = (
     ("int4", "int2", 64, 64),
     ("int2", None, 64, 64),
 )
-"""Kinds, groups and newest tokens that are kept as they are; the first is ``"int4"`` as it is."""
+"""Kinds of keys and values, groups and residual windows; the first is the default of ``"int4"``."""
 PEERS = (("quanto", 4, RESIDUAL), ("quanto", 4, 1), ("hqq", 4, RESIDUAL), ("hqq", 8, RESIDUAL))
 CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A contender, the tokens it is fed at a time, its group and the newest tokens it keeps unquantized."""
+    """A contender, the tokens it is fed at a time, its group and its residual window."""
 
     contender: Contender
     chunk: int = CHUNK

@@ -1,15 +1,15 @@
-"""What quantized caches cost in quality at length and with keys as real ones. Prints one JSON line.
+"""Loss of quality of quantized caches in long texts and with realistic keys. Prints one JSON line.
 
-The bundled model decodes: the first half of each text is a prompt, and each token behind it is fed alone.
-Texts are as long as those of quality.py and as the model has positions for: held-out text, and sources of two
+The bundled model decodes: the first half of each text is a prompt, and each later token is fed alone. Texts
+are as long as those of quality.py and as the model has positions for: held-out text, and sources of two
 packages of which the model saw nothing. On those of torch the model also has statistics of real keys: two
 outlier pairs of RoPE in each head, biases before RoPE in five, or both.
 
-Prediction: int8 costs nothing at any length, and int4 more behind more tokens, for the newest 64, which it
-keeps unquantized, are a smaller part of what is read. Where keys are not smoothed, outliers and biases take
-bits from the channels that share a scale with them: two digits of KL with int8. Rotation spreads outliers
-over a group, and biases of a hundred standard deviations over all of it, so that int4 has no bits left for
-what differs. Smoothed keys cost what benign ones do.
+Prediction: int8 costs nothing at any length, and int4 more after more tokens, for its residual window of 64
+is a smaller part of what is read. Where keys are not smoothed, outliers and biases take bits from the
+channels that share a scale with them: two digits of KL with int8. Rotation spreads outliers over a group, and
+biases of a hundred standard deviations over all of it, so that int4 has no bits left for what differs.
+Smoothed keys cost what benign ones do.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from tables import left_out, table
 
 
 def quality_section(result: dict[str, Any]) -> str:
-    """What quantization costs in text."""
+    """Section on the loss by quantization, in text."""
     rows = [
         [
             row["contender"], str(row["group"] or ""), str(row["unquantized"] or ""),
@@ -17,7 +17,7 @@ def quality_section(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     return (
         f"The bundled model on {result['tokens']:,} tokens of held-out text, fed in pieces so that "
-        "attention reads what the cache kept. *Raw*: newest tokens that a cache leaves unquantized."
+        "attention reads what the cache kept. *Raw*: last tokens that a cache leaves unquantized."
         f"{left_out(result)}\n\n"
         + table(
             ["cache", "group", "raw", "bytes/token", "perplexity", "mean KL in nats", "same choices"], rows
@@ -41,7 +41,7 @@ def quality_length_section(result: dict[str, Any]) -> str:
         for case, found in cases.items()
     ]
     return (
-        "The bundled model decodes, token by token behind a prompt of half of each text. KL in nats, share "
+        "The bundled model decodes, token by token after a prompt of half of each text. KL in nats, share "
         f"of the same choices, change of perplexity, of {result['rows'][0]['tokens']:,} tokens or some more. "
         "*Perplexity*: of DynamicCache with the same keys, with which others are compared."
         f"{left_out(result)}\n\n" + table(["keys", "text", "tokens", "perplexity", *names], rows)
@@ -84,7 +84,7 @@ def formats_section(result: dict[str, Any]) -> str:
 
 
 def _stored(result: dict[str, Any]) -> str:
-    """Caches as they are."""
+    """Section on unchanged caches."""
     rows = [
         [
             row["cache"], f"{row['nbytes_per_token']:,.0f}", f"{row['perplexity']:+.2%}",
@@ -95,8 +95,8 @@ def _stored(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     head = ["cache", "bytes/token", "perplexity", "mean KL", "same choices", "error"]
     return (
-        "Caches as they are, on the same tokens. *Error*: of attention's output by its norm, with exact "
-        "queries, root mean square over heads and layers. *Raw*: newest tokens left unquantized, as in "
+        "Unchanged caches, on the same tokens. *Error*: of attention's output by its norm, with exact "
+        "queries, root mean square over heads and layers. *Raw*: last tokens left unquantized, as in "
         "kvloom's int4, 64 unless another number is said. Bytes are those of a token in a text of 8,192, and "
         "errors those of 32 tokens at a time. *Outliers*: the copy of the model whose keys have some."
         f"{left_out(result)}\n\n" + table([*head, "mean KL, outliers", "error, outliers"], rows)

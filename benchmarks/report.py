@@ -152,7 +152,7 @@ def generate_section(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]  # fmt: skip
     return (
-        f"`generate()` behind {result['context']:,} stored tokens: a 4-layer Llama in float32 with 8 heads "
+        f"`generate()` after {result['context']:,} stored tokens: a 4-layer Llama in float32 with 8 heads "
         f"of 64, greedy, one sequence, threads: {result['threads']}. Speed as a multiple of DynamicCache's: "
         f"of all {result['rounds']} rounds of {result['new']} tokens, and the median of rounds; megabytes "
         f"that the cache holds.{left_out(result)}\n\n"
@@ -185,7 +185,7 @@ def prefix_section(result: dict[str, Any]) -> str:
         for name, row in result["contenders"].items()
     ]
     return (
-        f"Milliseconds to the first token of a question of {result['question_tokens']} tokens behind a "
+        f"Milliseconds to the first token of a question of {result['question_tokens']} tokens after a "
         f"system prompt of {result['prompt_tokens']:,}, and microseconds to make the cache or find the "
         f"prefix ({result['pages_of_the_prefix']} pages).\n\n"
         + table(["", "ms", "faster", "cache, us"], rows)
@@ -193,7 +193,7 @@ def prefix_section(result: dict[str, Any]) -> str:
 
 
 def dispatch_section(result: dict[str, Any]) -> str:
-    """What a call costs before a kernel runs."""
+    """Section on the cost of a call before a kernel runs."""
     rows = [
         [name, *(f"{row[x]:.1f}" for x in ("public_us", "raw_us", "overhead_us"))]
         for name, row in result["ops"].items()
@@ -236,14 +236,14 @@ def long_contexts(sections: dict[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What a benchmark adds to ``results.md``.
+    """Section of ``results.md`` that a benchmark writes.
 
     Attributes:
-        title: Above it.
-        write: From the benchmark's result to text.
-        packages: That it runs.
-        of_processor: Whether it depends on the processor: then those of other processors stay beside it.
-        python: That runs the benchmark.
+        title: Title of the section.
+        write: Function from the benchmark's result to text.
+        packages: Packages that the benchmark runs.
+        of_processor: Whether figures depend on the processor: then those of other processors are kept, too.
+        python: Interpreter that runs the benchmark.
     """
 
     title: str
@@ -291,14 +291,14 @@ SECTIONS = {
     "threads_cpu": Section("A second thread", threads_cpu_section, ("torch",)),
     "dispatch": Section("Cost of a dispatched call", dispatch_section, ("torch",)),
 }
-"""By benchmark."""
+"""Sections by benchmark."""
 
 Figures = dict[str, dict[str, str]]
 """Texts by title and processor; of none, ``""``, where they do not depend on it."""
 
 
 def read_figures(page: str) -> Figures:
-    """What ``results.md`` has."""
+    """Figures in the text of ``results.md``."""
     figures: Figures = {}
     for part in page.split("\n## ")[1:]:
         title, _, rest = part.partition("\n")

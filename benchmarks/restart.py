@@ -1,4 +1,4 @@
-"""The first token of a long conversation in a session that began anew, with a store. Prints one JSON line.
+"""The first token of a long conversation in a session of a new process, with a store. Prints one JSON line.
 
 A process computes a prompt in a session and answers it; a second one, with the same weights, is asked for the
 next turn: once without a store and once with it. The store is a folder whose files the system may have in

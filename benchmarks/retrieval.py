@@ -1,10 +1,10 @@
-"""How many answers from far back survive in a cache, exactly and by distance. Prints one JSON line.
+"""Share of right answers from far back in a cache, exactly and by distance. Prints one JSON line.
 
 A small model was trained on key-value recall (recall_task.py, recall_model.py), for the bundled one cannot
 copy from far back; perplexity hides a lost answer among many words that need no memory. It reads texts of
-1,024 tokens, whose records lie 160 tokens or more before their questions: beyond every residual window.
+1,024 tokens, whose records are 160 tokens or more before their questions: beyond every residual window.
 Questions are decoded token by token. The keys are the model's own, or have statistics of real ones: outliers,
-which leave the model's function as it is, and biases, which do not.
+which leave the model's function unchanged, and biases, which do not.
 
 Prediction: a symbol is found by one product that is far above the others, and errors of other tokens average
 out, so int8 answers as DynamicCache does, int4 at most one answer in a hundred worse, and values of two bits

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvloom.ops.impl import cpu
 
 COLD = max(320 << 20, last_level_cache())
-"""Bytes that a contender reads between two uses of the same memory; the others of a round read as many."""
+"""Bytes that a contender reads between two uses of the same memory; the others of a round read the same."""
 
 PAUSE = 0.005
 """Seconds until idle threads sleep."""
@@ -32,7 +32,7 @@ PROBE_PAGE = 4096
 
 
 def in_turn(functions: dict[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """What each function returned in each round; every round starts with the next of them."""
+    """Results of each function in each round; every round starts with the next function."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     names = list(functions)
     for i in range(-warmup, rounds):
@@ -138,7 +138,7 @@ class Probes:
         return self._library.read_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes // PROBE_PAGE))
 
     def read_pieces(self, x: Tensor, order: Tensor, to_l2: bool) -> object:
-        """Every byte of ``x``, cut into as many equal pieces as the int64 ``order`` puts in order.
+        """Every byte of ``x``, cut into equal pieces, which are read in the order of the int64 ``order``.
 
         Prefetches into the first-level cache, or ``to_l2``: which is faster depends on the processor.
         """

@@ -242,7 +242,7 @@ def paged_attention(problem: Problem) -> Any:
 # --- vLLM -------------------------------------------------------------------------------------------------
 
 VLLM_PAGE = 128
-"""What its engine takes on a CPU."""
+"""Page size of vLLM's engine on a CPU."""
 
 
 def vllm(problem: Problem) -> Run:

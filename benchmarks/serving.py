@@ -138,7 +138,7 @@ def measure(
 
 
 def nbytes_per_token(model: Any, kv: str) -> float:
-    """Of all layers, scales included."""
+    """Bytes of a token in all layers, scales included."""
     cache = KVCache.for_model(model, kv)
     with torch.no_grad():
         model(torch.tensor([[3]]), cache=cache)
@@ -153,7 +153,7 @@ def peak_of(way: str) -> int:
 
 
 def print_peak(way: str) -> None:
-    """What ``peak_of`` reads."""
+    """Print the peak of this process, for ``peak_of``."""
     model = make_model("random")
     continuous_batching(model, OURS.get(way))
     prompts, _ = make_prompts("apart", 4096, 8)

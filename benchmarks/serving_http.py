@@ -1,10 +1,10 @@
 """Many clients of one server: ``transformers serve --continuous-batching`` and ``kvloom serve``.
 
-24 clients ask at once for 48 greedy tokens each behind prompts that share their first 3,000 characters, of
-the bundled model in float32, with pages of 16 tokens and at most 2,048 tokens in a step. Each round has a
-prefix of its own. The servers take turns; one answers while the others wait. ``cpu_s`` are seconds of the
-server's process between the first request and the last answer, in user and in kernel mode, the median of the
-rounds; ``same`` counts answers that are those of the first server.
+24 clients ask at once for 48 greedy tokens each after prompts that share their first 3,000 characters, of the
+bundled model in float32, with pages of 16 tokens and at most 2,048 tokens in a step. Each round has a prefix
+of its own. The servers take turns; one answers while the others wait. ``cpu_s`` are seconds of the server's
+process between the first request and the last answer, in user and in kernel mode, the median of the rounds;
+``same`` counts answers that are those of the first server.
 
 Prediction: five times less than stock, which computes the prefix once for each of those that come together,
 and attends to the keys of all requests.
@@ -40,7 +40,7 @@ MODEL = str(bundled_model_path())
 
 
 def command(way: str, port: int) -> list[str]:
-    """What starts a server."""
+    """Command that starts a server."""
     if way == STOCK:
         program = "transformers.cli.transformers"
         options = ["--continuous-batching", "--dtype", "float32", "--device", "cpu"]
@@ -63,7 +63,7 @@ class Server:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of its process until now."""
+        """Processor time of the server's process until now."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -114,7 +114,7 @@ def running(way: str) -> Iterator[Server]:
 
 
 def make_prompts(number: int, clients: int) -> list[str]:
-    """Of one round: the same beginning, and an end of each."""
+    """Prompts of one round: the same beginning, and an end of each."""
     text = max((file.read() for file in corpus_files("heldout")), key=len)
     text = f"# {number}\n{text}"
     ends = range(PREFIX + 1000, PREFIX + 1000 + clients * OWN, OWN)

@@ -20,7 +20,7 @@ def serving_section(result: dict[str, Any]) -> str:
     memory = [[way, f"{nbytes / 1e9:.2f}"] for way, nbytes in result["memory"].items()]
     return (
         f"New tokens a second of {result['requests']} requests, and how many times that of transformers' "
-        "continuous batching as it is: the bundled model in float16, and 8 layers of 8 heads of 64 of random "
+        "stock continuous batching: the bundled model in float16, and 8 layers of 8 heads of 64 of random "
         "weights in float32; medians of "
         f"{result['rounds']} rounds. Padded generate takes 8 rows at a time. Bytes per token of the random "
         f"model's cache: {', '.join(f'{way} {nbytes:,.0f}' for way, nbytes in kept.items())}.\n\n"
@@ -43,7 +43,7 @@ def serving_http_section(result: dict[str, Any]) -> str:
         for x in result["rows"]
     ]
     return (
-        f"Seconds in which a server answers {result['clients']} clients at once with 48 tokens each, behind "
+        f"Seconds in which a server answers {result['clients']} clients at once with 48 tokens each, after "
         "3,000 characters that all share: the bundled model in float32, medians of "
         f"{result['rounds']} rounds, each with a prefix of its own. *Same*: answers that are the first "
         "server's.\n\n" + table(["", "CPU time of the server", "until the last answer", "same"], rows)
@@ -69,7 +69,7 @@ def restart_section(result: dict[str, Any]) -> str:
     return (
         "Seconds to the first token of the next turn of a conversation in a session of a new process, "
         "without a store and with one in a folder: a Llama of six layers with 8 query and 2 key/value heads "
-        f"of 64, float32, {same} tokens behind it.\n\n" + table(head, rows)
+        f"of 64, float32, {same} tokens after it.\n\n" + table(head, rows)
     )
 
 
@@ -89,7 +89,7 @@ def agents_section(result: dict[str, Any]) -> str:
     ]
     same = "the same" if all(row["same"] for row in result["rows"]) else "other"
     return (
-        f"Eight agents take {result['turns']} turns of 64 new tokens each behind prompts of 512, and others "
+        f"Eight agents take {result['turns']} turns of 64 new tokens each after prompts of 512, and others "
         "ask between them with more tokens than there are pages for. Of the tokens of earlier turns, those "
         "that were found; medians of the seconds to the first token of a turn; a Llama of six layers in "
         f"float32, {same} tokens with sessions of agents and without.\n\n" + table(head, rows)

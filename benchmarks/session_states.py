@@ -2,8 +2,8 @@
 
 Requests have prompts and answers of random lengths, with and without a prefix that all share, in a Granite 4
 of four layers with random weights, on one thread, in alternating rounds. Seconds are those of the processor,
-whatever else runs beside. Padded ``generate`` gets them all at once, and in small batches sorted by lengths
-of their answers, which nobody knows before; each batch computes as many tokens as its longest answer has. The
+without other processes. Padded ``generate`` gets them all at once, and in small batches sorted by lengths of
+their answers, which are not known before; each batch computes the tokens of its longest answer for all. The
 first session is not counted, in which the model is tried.
 
 Prediction: without a shared prefix what is won is padding, of prompts and of answers, twofold where lengths

@@ -1,6 +1,6 @@
-"""What sharing pages saves over copying tensors: forks, beams and repeated rows. Prints one JSON line.
+"""Gain of sharing pages over copying tensors: forks, beams and repeated rows. Prints one JSON line.
 
-transformers' DynamicCache and KVCache hold as many float32 tokens of a 4-layer model with 8 heads of 64;
+transformers' DynamicCache and KVCache hold the same float32 tokens of a 4-layer model with 8 heads of 64;
 medians of calls that take turns, on one thread.
 
 ``beams`` compares more caches in a step of a beam search: reorder 4 rows, then decode a token of each. There
@@ -47,7 +47,7 @@ def timed(function: Callable[[], object]) -> float:
 def cases(
     model: LlamaForCausalLM, num_tokens: int
 ) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """What is measured: DynamicCache's way and ours, on caches that hold the same number of tokens."""
+    """Operations of DynamicCache and of kvloom, on caches that hold the same number of tokens."""
     theirs = filled(DynamicCache(config=model.config), model, ROWS, num_tokens)
     mine = filled(KVCache.for_model(model), model, ROWS, num_tokens)
     one_theirs = filled(DynamicCache(config=model.config), model, 1, num_tokens)
@@ -64,7 +64,7 @@ def cases(
 
 
 def beam_step(model: LlamaForCausalLM, contender: Contender, cache: Any) -> float:
-    """Milliseconds of a reordering and of the decoding behind it."""
+    """Milliseconds of a reordering and of the decoding after it."""
     beams = torch.tensor([1, 0, 3, 3])
     return timed(lambda: cache.reorder_cache(beams)) + step(model, contender, cache, rows=ROWS)
 

@@ -1,12 +1,12 @@
-"""What ``begin`` waits for stores that are slow, or hold much: against computing the prompt.
+"""Waiting time of ``begin`` for stores that are slow, or hold much, against computing the prompt.
 
     python benchmarks/slow_store.py [--latencies 0 0.1 1 5] [--runs 1 1000 100000]
 
-A store in memory, each of whose requests takes as long as said, holds runs of other texts and the one of
-a prompt of 257 tokens, of a model of eight layers. Three pools are opened one behind the other, as three
-processes would; each begins with a known prompt and then with unknown ones. A ratio is the time from
-``begin`` to the end of the prefill over that of a pool without a store, which computes a prompt right after.
-``begin`` is in seconds.
+A store in memory, each of whose requests takes as long as said, holds runs of other texts and the one of a
+prompt of 257 tokens, of a model of eight layers. Three pools are opened in sequence, as three processes
+would; each begins with a known prompt and then with unknown ones. A ratio is the time from ``begin`` to the
+end of the prefill over that of a pool without a store, which computes a prompt right after. ``begin`` is in
+seconds.
 """
 
 import argparse

@@ -6,7 +6,7 @@ and a question; the chats take turns. Beside the pool, whose states have an eigh
 keeps those of every multiple of the grid finds all that can be found.
 
 Prediction: finding a prefix copies the states and looks pages up, a thousandth of computing 4,096 tokens.
-Pieces of 256 tokens cost what more calls of small operators cost, a few percent. Of states only the newest of
+Pieces of 256 tokens cost what more calls of small operators cost, a few percent. Of states only the last of
 each chat and that of the system prompt are asked for again, so an eighth finds nearly everything.
 """
 

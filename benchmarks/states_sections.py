@@ -12,7 +12,7 @@ def states_section(result: dict[str, Any]) -> str:
     rows = [
         [f"finding {times['tokens']:,} tokens, over computing them", f"{times['found_over_computing']:.4f}"],
         ["computing them in pieces of 256 tokens, over at once", f"{times['pieces_over_whole']:.2f}"],
-        ["bytes of the states behind one text", f"{times['state_nbytes']:,}"],
+        ["bytes of the states after one text", f"{times['state_nbytes']:,}"],
         [f"states kept, of {chats['states_of_every_piece']:,} of every piece", f"{chats['states_kept']:,}"],
         ["tokens found, of what every piece would find", f"{share:.1%}"],
     ]
@@ -58,5 +58,5 @@ def session_states_section(result: dict[str, Any]) -> str:
         "Processor time of padded `generate` by that of a session, median and range of three rounds: "
         f"{count} requests of random lengths to a hybrid of four layers, of Granite 4's kinds with a hidden "
         f"size of {result['hidden']}, one thread. Batches are sorted by the lengths of their answers, which "
-        "nobody knows before.\n\n" + table(head, rows)
+        "are not known before.\n\n" + table(head, rows)
     )

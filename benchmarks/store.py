@@ -1,11 +1,11 @@
 """A known prefix of 2,048 tokens: computed, found in memory, and read from local files by a new pool.
 
-A Llama of random weights with 4 layers of 8 heads of 64, in float32 and in int8. ``computed`` is the time
-to the first token with nothing known, and what follows is how many times sooner it comes. A new pool opens
-the store, lists it, reads, verifies and copies into its pages; the files are in the page cache of the
-system, as they are when one process follows another. ``verified`` is the time of reading the files, all of
-which are kept until the last, as the store keeps them, by that of reading and verifying them, again and
-again in one process. ``writing`` is what writing behind adds to the decode steps that follow a commit, and
+A Llama of random weights with 4 layers of 8 heads of 64, in float32 and in int8. ``computed`` is the time to
+the first token with nothing known, and what follows is how many times sooner it comes. A new pool opens the
+store, lists it, reads, verifies and copies into its pages; the files are in the page cache of the system, as
+when one process follows another. ``verified`` is the time of reading the files, all of which are kept until
+the last, as the store keeps them, by that of reading and verifying them, again and again in one process.
+``writing`` is the time that writing in the background adds to the decode steps after a commit, and
 ``commit_ms`` what the commit itself takes: its pages are copied and summed before it returns. ``reads`` are
 verified reads alone, of int8 pages of random bytes, of the same size and of 32 layers of 8 heads of 128,
 which Llama 3 8B has.
@@ -68,11 +68,11 @@ class Contest:
     """One kind of cache.
 
     Args:
-        model: That computes.
-        kv: How its keys and values are kept.
-        folder: Of the store.
+        model: Model that computes.
+        kv: Format of its keys and values.
+        folder: Folder of the store.
         length: Tokens of the prefix.
-        steps: Decode steps behind a commit.
+        steps: Number of decode steps after a commit.
     """
 
     def __init__(self, model: Any, kv: str, folder: Path, length: int, steps: int) -> None:
@@ -93,7 +93,7 @@ class Contest:
 
     @torch.no_grad()
     def first_token(self, pool: KVPool, tokens: Tensor) -> tuple[Any, int]:
-        """The cache behind the prompt, and what comes first."""
+        """The cache after the prompt, and the first new token."""
         cache = pool.begin(tokens)
         new = tokens[:, int(cache.get_seq_length()) :]
         return cache, int(self.model(new, cache=cache, logits_to_keep=1).logits[0, -1].argmax())
@@ -108,7 +108,7 @@ class Contest:
 
     @torch.no_grad()
     def step(self, is_writing: bool) -> float:
-        """Seconds of a decode step, behind a prompt that nobody knows."""
+        """Seconds of a decode step, after a prompt that is not stored."""
         self.num_texts += 1
         tokens = text(self.tokens.shape[1], self.num_texts)
         with self.pool(KVStore(self.url)) as pool:

@@ -31,10 +31,10 @@ def store_section(result: dict[str, Any]) -> str:
     ]
     head = ["", "MB", "computed, ms", "memory", "files", "verified", "writing", "commit, ms"]
     return (
-        f"The first token behind a prompt of {result['tokens']:,} tokens of 4 layers of 8 heads of 64: "
+        f"The first token after a prompt of {result['tokens']:,} tokens of 4 layers of 8 heads of 64: "
         "computed, and how many times sooner it comes where a pool has the prompt in memory, and where a new "
         "one reads it from local files. *Verified*: the time of reading the files, by that of reading and "
-        "verifying them. *Writing*: what writing the prompt behind adds to the "
+        "verifying them. *Writing*: what writing the prompt in the background adds to the "
         f"{result['steps']} decode steps after `commit`, which takes as long as the last column says. XXH3 "
         f"reads {result['checksum_gb_per_s']:.1f} GB/s. Medians of {result['rounds']} rounds.\n\n"
         + table(head, rows)
@@ -62,7 +62,7 @@ def slow_store_section(result: dict[str, Any]) -> str:
     return (
         f"A prompt of {result['tokens']} tokens, which takes {result['computing_ms']:.0f} ms to compute, "
         "above a store in memory that has some runs, and each of whose requests takes as long as is said. "
-        "Three pools are opened one behind the other; each begins with a prompt that the store has, and then "
+        "Three pools are opened in sequence; each begins with a prompt that the store has, and then "
         f"with {result['rounds']} that it has not. *Known* and *unknown*: from `begin` to the end of the "
         "prefill, by that of a pool without a store right after, medians of unknown ones. *Begin*: `begin` "
         "alone of unknown prompts, the median and the longest.\n\n" + table(head, rows)

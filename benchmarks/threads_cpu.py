@@ -1,4 +1,4 @@
-"""What a second thread is worth where memory is not the limit. Prints one JSON line.
+"""Gain of a second thread where memory is not the limit. Prints one JSON line.
 
 A decode step of one Llama-3-8B layer at 512 tokens of context that stay in the processor's caches, a prompt
 of 512 tokens, and a read of what is stored, by one thread and by two in turn; the figure is the median of

@@ -19,7 +19,7 @@ CASES = ((1, 1, 512), (8, 1, 512), (1, 1, 4096), (8, 1, 4096), (64, 1, 560), (1,
 """Sequences, new tokens and stored ones of each."""
 KINDS = ("bfloat16", "int8 g64", "int4 g64")
 COPIES = 2
-"""Of a prompt's memory: what it reads is little beside what it computes."""
+"""Copies of a prompt's memory: it reads little and computes much."""
 WARMUP = 2
 
 

@@ -1,7 +1,7 @@
 """kvloom inside vLLM beside vLLM's own attention; writes sections of ``vllm_results.md``.
 
 ``attend`` times one layer in vLLM's pages, with AMX and without; ``latents`` one of latent attention;
-``generate`` tokens behind a long context; ``prefix`` requests that share one. Contenders take turns in one
+``generate`` tokens after a long context; ``prefix`` requests that share one. Contenders take turns in one
 process, and figures are medians of the processor time of one thread. ``store`` reads a prefix that another
 process computed: contenders take turns in processes of their own, by the clock. ``quality`` compares
 distributions of next tokens. For the environment of ``make test-vllm``.
@@ -190,7 +190,7 @@ def engines(model: Path, names: list[str], **arguments: Any) -> dict[str, LLM]:
 
 
 def generate(rounds: int) -> None:
-    """A step behind 4,096 tokens, in a model of 4 layers."""
+    """A step after 4,096 tokens, in a model of 4 layers."""
     context, new = 4096, 17
     with tempfile.TemporaryDirectory() as folder:
         found = engines(
@@ -263,11 +263,11 @@ def prefix(rounds: int) -> None:
 
 PROMPT, STORE_PAGE = 2048, 32
 _ENGINES: list[LLM] = []
-"""That of a process of ``store``."""
+"""Engine of a process of ``store``."""
 
 
 def store(rounds: int) -> None:
-    """A prompt of 2,048 new tokens and one token behind it, in a model of 4 layers: computed, and read."""
+    """A prompt of 2,048 new tokens and one token after it, in a model of 4 layers: computed, and read."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model, shared = random_model(Path(folder) / "model"), f"{folder}/store"
         int8 = ENGINES["kvloom int8"]
@@ -288,7 +288,7 @@ def store(rounds: int) -> None:
                 if num_read != expected:
                     raise SystemExit(f"{name}: {num_read} tokens read, expected {expected}")
                 if name.endswith("writes it"):
-                    time.sleep(3)  # it is written behind, and listed every two seconds
+                    time.sleep(3)  # it is written in the background, and listed every two seconds
         nbytes = sum(file.stat().st_size for file in Path(shared).rglob("*.safetensors")) / (rounds + 2)
     rows = [[f"{PROMPT:,} tokens", *compared(times, "{:.0f}".format), f"{nbytes / 2**20:.1f} MiB"]]
     table("Time to the first token, 4 layers, one thread", ["ms", *found, "in the store"], rows)

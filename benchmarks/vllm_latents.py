@@ -32,7 +32,7 @@ THEIR_PAGE, PAGE = 16, 128
 
 
 def bytes_of_tokens() -> dict[str, int]:
-    """Of a latent with its rope key, of each kind."""
+    """Bytes of a latent with its rope key, of each kind."""
     return {
         name: PageFormat.latents(RANK, ROPE, torch.bfloat16, quant).content_bytes
         for name, quant in KINDS.items()

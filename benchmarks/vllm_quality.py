@@ -1,4 +1,4 @@
-"""How far quantized pages are from float pages in vLLM, by its own ``prompt_logprobs``.
+"""Difference of quantized pages and float pages in vLLM, by its own ``prompt_logprobs``.
 
 Models with outliers and biases in their keys are the bundled one, saved with such weights.
 """
@@ -24,7 +24,7 @@ PROMPT, PROMPTS = 500, 16
 
 
 class Difference(NamedTuple):
-    """Of the next-token distributions of all prompts.
+    """Difference of the next-token distributions of all prompts.
 
     Attributes:
         mean_kl: Mean of KL(float pages || pages), in nats.
@@ -72,7 +72,7 @@ def texts(llm: LLM) -> list[list[int]]:
 
 
 def log_probs(llm: LLM) -> Tensor:
-    """``[PROMPTS * (PROMPT - 1), V]`` float32, those of each token behind the first."""
+    """Log probabilities ``[PROMPTS * (PROMPT - 1), V]`` float32 of each token after the first."""
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
     rows = []
     for text in texts(llm):
@@ -87,7 +87,7 @@ def log_probs(llm: LLM) -> Tensor:
 def differences(
     kinds: dict[str, dict[str, Any]], dtype: str, model: Path | None = None
 ) -> dict[str, Difference]:
-    """Of engines of a model, the bundled one by default, from one with float pages of vLLM's."""
+    """Differences of engines of a model, the bundled one by default, from one with float pages of vLLM's."""
     model = model or bundled_model_path()
     with engine(model, dtype=dtype) as llm:
         expected = log_probs(llm)
