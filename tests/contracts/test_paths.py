@@ -13,6 +13,7 @@ LINKED = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)")
 MODULE = re.compile(r"\bkvloom((?:\.[A-Za-z_]\w*)+)")
 TARGET = re.compile(r"`make ([a-z][\w-]*)|^make ([a-z][\w-]*)(?= *(?:#|$|[A-Z]+=))", re.MULTILINE)
 FOREIGN = {
+    "CHANGELOG.md": {"llama.cpp"},
     "README.md": {"path/to/model", "notes.txt"},
     "benchmarks/gpu_results.md": {"gpu_results.json"},
     "benchmarks/results.md": {"llama.cpp"},
