@@ -284,3 +284,13 @@ def test_each_side_has_codes_and_a_group_of_its_own() -> None:
 def test_tokens_that_are_none_are_refused() -> None:
     with pytest.raises(ShapeError, match="key must be"):
         Cache.dynamic().update(torch.ones(2, 2), torch.ones(2, 2), 0, {"cache_position": torch.arange(1)})
+
+
+def test_a_layer_that_was_replaced_is_changed_with_the_others() -> None:
+    cache = Cache.dynamic(2)
+    fill(cache, 2, 5, layers=2)
+    cache.layers[1] = cache.layers[1].fork()
+    expected = cache[1][0][[1, 0], :, :4].clone()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(4)
+    assert torch.equal(cache[1][0], expected)

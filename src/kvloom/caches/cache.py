@@ -34,8 +34,7 @@ class Cache:
         make_layer: Makes the layer after ``layers`` when ``update`` first names it; ``None`` to refuse that.
 
     Attributes:
-        is_inconsistent: Whether a change of rows or lengths broke off between two layers; call ``reset``
-            then.
+        is_inconsistent: Whether a change of rows or lengths broke off between layers; call ``reset`` then.
     """
 
     def __init__(self, layers: Iterable[Layer] = (), make_layer: Callable[[], Layer] | None = None) -> None:
@@ -262,6 +261,7 @@ class Cache:
             StateError: layers cannot be changed now.
         """
         self.expect_consistent()
+        self._find_groups()  # a caller may have replaced layers
         for layer in self.layers:
             layer.expect_settled()
         own = [layer for layer in self.layers if layer.sequences is None]
@@ -285,6 +285,7 @@ class Cache:
                 evicted.
         """
         self.expect_consistent()
+        self._find_groups()
         # Each group keeps tokens of those that it would have if no forward had broken off.
         kept = {x: keep(longest - self._removed[x]) for x in self.sequences}
         most = max(kept.values(), default=0)
@@ -321,6 +322,7 @@ class Cache:
 
     def forks(self) -> dict[Sequences | None, Sequences | None]:
         """Fork each of ``sequences``, for forks of the layers that share them."""
+        self._find_groups()
         return {sequences: sequences.fork() for sequences in self.sequences}
 
     def fork(self) -> "Cache":
