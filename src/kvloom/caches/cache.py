@@ -15,7 +15,7 @@ from torch import Tensor
 from kvloom.caches.changes import Change
 from kvloom.caches.groups import Groups
 from kvloom.caches.kinds import DynamicLayer, StaticLayer
-from kvloom.caches.layer import Layer, expect_config
+from kvloom.caches.layer import Layer, cropped_length, expect_config
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.rows import reordered, repeated, selected
@@ -245,14 +245,8 @@ class Cache:
             ArgumentError: ``num_tokens`` is no int.
             StateError: a sliding layer has evicted tokens that later ones would see; nothing was changed.
         """
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-            raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
-
-        def keep(length: int) -> int:
-            return max(length + num_tokens, 0) if num_tokens < 0 else min(num_tokens, length)
-
         longest = max((layer.num_tokens for layer in self.layers), default=0)
-        self.make(self.change_of_length(keep, longest))
+        self.make(self.change_of_length(partial(cropped_length, num_tokens), longest))
 
     def change_of_rows(self, rows: Sequence[int]) -> Change:
         """Plan a change that replaces sequence i by sequence ``rows[i]``.
@@ -286,6 +280,7 @@ class Cache:
         """
         self.expect_consistent()
         self._find_groups()
+        end_of_longest = keep(longest)
         # Each group keeps tokens of those that it would have if no forward had broken off.
         kept = {x: keep(longest - self._removed[x]) for x in self.sequences}
         most = max(kept.values(), default=0)
@@ -297,7 +292,7 @@ class Cache:
                 end = min(kept[layer.sequences], held)
                 shortenings.append(partial(self._shorten, layer, most - kept[layer.sequences]))
             else:
-                end = min(keep(longest), held)
+                end = min(end_of_longest, held)
                 layers.append(partial(layer.truncate, end))
             layer.expect_truncatable(end)
         for x in self.sequences:

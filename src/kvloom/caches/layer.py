@@ -187,19 +187,12 @@ class Layer(ABC):
             ArgumentError: ``num_tokens`` is no int.
             StateError: the layer has evicted tokens that later ones would see; nothing was changed.
         """
-        kept = self.expect_croppable(num_tokens)
-        if kept < self.num_tokens:
-            self.truncate(kept)
-
-    def expect_croppable(self, num_tokens: int) -> int:
-        """Number of tokens that ``crop`` would keep; raises as it would and changes nothing."""
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-            raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
-        self.expect_settled()
         length = self.num_tokens
-        kept = max(length + num_tokens, 0) if num_tokens < 0 else min(num_tokens, length)
+        kept = cropped_length(num_tokens, length)
+        self.expect_settled()
         self._expect_held(kept, num_tokens)
-        return kept
+        if kept < length:
+            self.truncate(kept)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` of each sequence.
@@ -389,3 +382,14 @@ def expect_config(name: str, value: int, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")
     return value
+
+
+def cropped_length(num_tokens: int, length: int) -> int:
+    """Number of ``length`` tokens that ``crop(num_tokens)`` keeps.
+
+    Raises:
+        ArgumentError: ``num_tokens`` is no int.
+    """
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
+        raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
+    return max(length + num_tokens, 0) if num_tokens < 0 else min(num_tokens, length)
