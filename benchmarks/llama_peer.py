@@ -4,7 +4,6 @@ The tokens of a head follow each other in memory, as the operator reads them. Ne
 """
 
 import ctypes
-import importlib.util
 import weakref
 from functools import cache
 from pathlib import Path
@@ -38,10 +37,9 @@ class _Parameters(ctypes.Structure):
 @cache
 def libraries() -> tuple[Any, Any]:
     """The library of tensors and graphs, and that of the CPU, with the types of their results."""
-    found = importlib.util.find_spec("llama_cpp")
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError("No module named 'llama_cpp'", name="llama_cpp")
-    folder = Path(found.origin).parent / "lib"
+    import llama_cpp
+
+    folder = Path(llama_cpp.__file__).parent / "lib"
     base, cpu = (ctypes.CDLL(str(folder / f"lib{name}.so")) for name in ("ggml-base", "ggml-cpu"))
     pointers = (
         base.ggml_init, base.ggml_new_tensor_4d, base.ggml_flash_attn_ext, base.ggml_new_graph,
