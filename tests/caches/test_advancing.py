@@ -6,10 +6,8 @@ import random
 
 import pytest
 import torch
-from caches.mixed import smoothing
-from caches.mixed import tokens as random_tokens
-from oracles.bits import assert_same_bits, generator
-from torch import Tensor
+from caches.mixed import DIM, HEADS, smoothing, tokens
+from oracles.bits import assert_same_bits
 
 from kvloom.caches import CacheFormat, PagedLayer
 from kvloom.caches.paged import Sequences
@@ -24,10 +22,6 @@ FORMATS = {
 }
 
 SMOOTHED = CacheFormat(quant=QuantSpec(8, 32), smoothing=smoothing())
-
-
-def tokens(rows: int, count: int, seed: int) -> Tensor:
-    return torch.randn(rows, 2, count, 8, generator=generator(seed))
 
 
 def begun_afresh(layer: PagedLayer) -> None:
@@ -100,7 +94,7 @@ def test_rows_behind_padding_begin_one_after_the_other() -> None:
 
 def test_keys_are_smoothed_at_the_positions_of_steps() -> None:
     layer, whole = PagedLayer(SMOOTHED), PagedLayer(SMOOTHED)
-    every = random_tokens(2, 40, 3)
+    every = tokens(2, 40, 3)
     whole.append(every, every)
     for i in range(40):
         layer.append(every[:, :, i : i + 1], every[:, :, i : i + 1])
@@ -113,7 +107,7 @@ def test_a_token_that_is_refused_takes_no_room() -> None:
     for x in (layer, other):
         for i in range(3):
             x.append(tokens(2, 1, i), tokens(2, 1, i))
-    for bad in (tokens(3, 1, 9), torch.zeros(2, 3, 1, 8), torch.zeros(2, 2, 1, 4)):
+    for bad in (tokens(3, 1, 9), tokens(2, 1, 9, HEADS + 1), torch.zeros(2, HEADS, 1, DIM // 2)):
         with pytest.raises(ShapeError):
             layer.append(bad, bad)
         assert (layer.num_tokens, layer.sequences.num_positions) == (3, 3)
