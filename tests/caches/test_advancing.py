@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from caches.mixed import DIM, HEADS, smoothing, tokens
+from caches.mixed import DIM, HEADS, INT4, RECENT, smoothing, tokens
 from oracles.bits import assert_same_bits
 
-from kvloom.caches import CacheFormat, PagedLayer
+from kvloom.caches import Cache, CacheFormat, PagedLayer
 from kvloom.caches.paged import Sequences
+from kvloom.caches.token_index import Step
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import OutOfPages, ShapeError
 from kvloom.paging import PageTable
 
-FORMATS = {
-    "plain": CacheFormat(page_size=4),
-    "int8": CacheFormat(page_size=4, quant=QuantSpec(8, 4)),
-    "large pages": CacheFormat(page_size=64),
+CODES = CacheFormat(page_size=4, quant=QuantSpec(8, 4))
+RESIDUAL = CacheFormat(page_size=16, quant=INT4, recent=RECENT)
+
+# Format, window and tokens kept beyond it.
+CASES = {
+    "plain": (CacheFormat(page_size=4), None, 32),
+    "int8": (CODES, None, 32),
+    "large pages": (CacheFormat(page_size=64), None, 32),
+    "window": (replace(CODES, page_size=16), 11, 8),
+    "window of a token": (CODES, 1, 4),
+    "residual window": (RESIDUAL, None, 32),
+    "residual window in a window": (RESIDUAL, 30, 8),
+    "window shorter than the residual one": (RESIDUAL, 7, 8),
 }
 
 SMOOTHED = CacheFormat(quant=QuantSpec(8, 32), smoothing=smoothing())
@@ -29,14 +40,25 @@ def begun_afresh(layer: PagedLayer) -> None:
     layer.sequences.step = None
 
 
+def assert_same_step(first: Step | None, second: Step | None) -> None:
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first.slots, second.slots)
+    assert first.visible.num_columns == second.visible.num_columns
+    for field in ("lengths", "kvstarts", "origins", "first_position"):
+        one, other = getattr(first.visible, field), getattr(second.visible, field)
+        assert (one is None) == (other is None), field
+        assert one is None or torch.equal(one, other), field
+
+
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CASES)
 def test_steps_that_follow_have_the_slots_and_bits_of_others(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(seed)
-    rows = draw.choice([1, 3])
-    layers = [PagedLayer(FORMATS[name]) for _ in range(2)]
+    rows, (format, window, rollback) = draw.choice([1, 3]), CASES[name]
+    layers = [PagedLayer(format, Sequences(format, window, rollback)) for _ in range(2)]
     for layer in layers:
         layer.append(tokens(rows, 5, seed), tokens(rows, 5, seed + 1))
     advanced: list[bool] = []
@@ -44,19 +66,12 @@ def test_steps_that_follow_have_the_slots_and_bits_of_others(
     monkeypatch.setattr(layers[0].sequences, "advance", lambda: advanced.append(advance()) or advanced[-1])
     for i in range(60):
         new, query = tokens(rows, 1, 10 * i), tokens(rows, 1, 10 * i + 1)
-        stored = []
-        for layer in layers:
-            if layer is layers[1]:
-                begun_afresh(layer)
-            stored.append(layer.append(new, -new))
-        steps = [layer.sequences.step for layer in layers]
-        assert steps[0] is not None and steps[1] is not None
-        assert torch.equal(steps[0].slots, steps[1].slots)
-        for field in ("lengths", "kvstarts", "origins", "first_position"):
-            first, second = (getattr(step.visible, field) for step in steps if step is not None)
-            assert (first is None) == (second is None) and (first is None or torch.equal(first, second)), (
-                field
-            )
+        begun_afresh(layers[1])
+        stored = [layer.append(new, -new) for layer in layers]
+        assert_same_step(layers[0].sequences.step, layers[1].sequences.step)
+        residuals = [layer.sequences.residual for layer in layers]
+        if residuals[0] is not None and residuals[1] is not None:
+            assert_same_step(residuals[0].step, residuals[1].step)
         assert_same_bits(stored[0].attend(query), stored[1].attend(query), "attention")
         assert_same_bits(
             stored[0].gather(new.dtype)[0].contiguous(), stored[1].gather(new.dtype)[0].contiguous(), "keys"
@@ -71,7 +86,20 @@ def test_steps_that_follow_have_the_slots_and_bits_of_others(
                 layer.sequences.select([(row + 1) % rows for row in range(rows)])
             elif change < 0.3:
                 layer.append(tokens(rows, 3, i), tokens(rows, 3, i))
-    assert sum(advanced) > 10
+    assert sum(advanced) > 5
+
+
+def test_tokens_that_a_residual_window_lacks_are_read_as_codes_until_it_has_passed_them() -> None:
+    layers = [PagedLayer(RESIDUAL) for _ in range(2)]
+    for layer in layers:
+        layer.append(tokens(2, 25, 1), tokens(2, 25, 2))
+        layer.values = tokens(2, 25, 3)
+    for i in range(40):
+        new, query = tokens(2, 1, 10 * i), tokens(2, 1, 10 * i + 1)
+        begun_afresh(layers[1])
+        first, second = (layer.append(new, -new) for layer in layers)
+        assert_same_bits(first.attend(query), second.attend(query), f"attention at {i}")
+        assert (first.exact is None or first.exact.known is None) == (i >= RECENT - 1)
 
 
 def test_rows_behind_padding_begin_one_after_the_other() -> None:
@@ -140,3 +168,23 @@ def test_layers_follow_the_step_of_the_first() -> None:
     for layer in layers:
         assert layer.num_tokens == sequences.num_positions == 16
         assert_same_bits(layer.gather(torch.float32)[0].contiguous(), expected, "keys")
+
+
+def test_groups_of_layers_begin_their_steps_together() -> None:
+    cases = [CASES[name][:2] for name in ("int8", "window", "residual window")]
+    caches = [Cache(PagedLayer(format, Sequences(format, window)) for format, window in cases) for _ in "ab"]
+    num_begun = 0
+    for i in range(40):
+        new, query = tokens(2, 1, i), tokens(2, 1, 100 + i)
+        for layer in caches[1].layers:
+            begun_afresh(layer)
+        found = []
+        for cache in caches:
+            with cache.reserving(cache.layers[0], 2, i + 1):
+                steps = [layer.sequences.step for layer in cache.layers]
+                found.append([layer.append(new, -new) for layer in cache.layers])
+            if cache is caches[0]:
+                num_begun += all(step is not None and step.end == i + 1 for step in steps)
+        for first, second in zip(*found, strict=True):
+            assert_same_bits(first.attend(query), second.attend(query), f"attention at {i}")
+    assert num_begun > 20

@@ -5,6 +5,7 @@ It joins the group of that number, or begins one with a pool of its own: a page 
 its pool, so in the pool of the other layers a short layer would take as much as a long one.
 """
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -56,6 +57,12 @@ class Groups:
             old.storages.pop(layer, None)
             if old.residual is not None:
                 old.residual.storages.pop(layer, None)
+
+
+def with_residuals(groups: Iterable[Sequences]) -> list[Sequences]:
+    """Groups of sequences, followed by those of their residual windows."""
+    groups = list(groups)
+    return groups + [group.residual for group in groups if group.residual is not None]
 
 
 def _is_alone(sequences: Sequences) -> bool:

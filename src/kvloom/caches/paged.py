@@ -133,7 +133,7 @@ class PagedLayer(Layer):
     def _advance(self, key: Tensor, value: Tensor) -> Tokens | None:
         """Begin a step of one token that follows from the last step, and store it; ``None`` as above."""
         sequences, num_tokens = self.sequences, self.num_tokens
-        if key.ndim != 4 or key.shape[2] != 1 or sequences.residual is not None or not sequences.advance():
+        if key.ndim != 4 or key.shape[2] != 1 or not sequences.advance():
             return None
         tokens = None
         try:

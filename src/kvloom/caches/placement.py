@@ -35,19 +35,25 @@ class Placement:
     Attributes:
         pages: Pages and tensors that hold the tokens.
         window: Tokens that a token sees, itself included; ``None`` for all.
+        rollback: Tokens kept beyond the window.
         is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` has the first
             valid column.
         is_exact: For each sequence of a residual window, whether it had every token that was to be read from
             it.
+        residual: The same sequences in their residual window, where tokens are unquantized beside their
+            codes; ``None`` without one.
+        is_recording: Whether what the window evicts is kept until tokens are removed.
         previous: The state before the step, if the step's tokens alone fill the window.
         begins: Position of the first token of each sequence; after the last one if it has not begun.
         num_positions: Positions so far, those included that the window has evicted.
         step: The step of the last tokens.
     """
 
-    def __init__(self, pages: Pages, window: int | None, *, is_required: bool) -> None:
-        self.pages, self.window, self.is_required = pages, window, is_required
+    def __init__(self, pages: Pages, window: int | None, rollback: int, *, is_required: bool) -> None:
+        self.pages, self.window, self.rollback, self.is_required = pages, window, rollback, is_required
         self.is_exact: list[bool] = []
+        self.is_recording = False
+        self.residual: Placement | None = None
         self.previous: Placement | None = None
         self.begins: list[int] = []
         self.num_positions = 0
@@ -128,25 +134,37 @@ class Placement:
         return step
 
     def advance(self) -> bool:
-        """Begin a step of one token that follows from the last step: its slots and lengths grow by 1.
+        """Begin a step of one token that follows from the last step, in the residual window, too.
 
         Returns:
             Whether ``step`` is the new one, for which there is room. If not, nothing was changed: the last
-            step had another number of tokens, a window may evict a page, or a sequence needs another page.
+            step had another number of tokens, a window evicts a page, tokens are missing in it, or a sequence
+            needs another page.
         """
-        last = self.step
-        if last is None or last.end != self.num_positions or last.end - last.start != 1:
+        step = self._next_step()
+        if step is None or (self.residual is not None and not self.residual.advance()):
             return False
-        if self.window is not None or not all(table.has_room(1) for table in self._tables):
-            return False  # nor has an empty table room: each sequence has begun
-        positions = None if last.positions is None else last.positions + 1
-        visible = last.visible.longer()
-        step = Step(last.end, last.end + 1, last.stride, last.slots + 1, positions, visible)
         for table in self._tables:
             table.fill(1)
         self._tokens.clear()
         self.step, self.num_positions = step, step.end
         return True
+
+    def _next_step(self) -> Step | None:
+        """Step after the last one, whose slots and lengths are larger by 1; ``None`` if it is not so easy."""
+        last, window = self.step, self.window
+        if last is None or last.end != self.num_positions or last.end - last.start != 1:
+            return None
+        if last.known is not None or last.visible.begins is not None or self.previous is not None:
+            return None
+        if window is not None and not self.is_recording and not self.pages.is_kept:
+            if any(self._num_evicted(last.end + 1, self._first)):
+                return None
+        if not all(table.has_room(1) for table in self._tables):
+            return None  # nor has an empty table room: each sequence has begun
+        visible = last.visible.longer(is_sliding=window is not None and last.end >= window)
+        positions = None if last.positions is None else last.positions + 1
+        return Step(last.end, last.end + 1, last.stride, last.slots + 1, positions, visible)
 
     def _positions(self, start: int, end: int, storage: Storage) -> Tensor | None:
         """Positions of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""
@@ -223,6 +241,11 @@ class Placement:
         """Number of the first page that each sequence holds, counted from the start of its text."""
         size = self.format.page_size
         return [(first - begin) // size for begin, first in zip(self.begins, self._first, strict=True)]
+
+    def _num_evicted(self, end: int, first: Sequence[int]) -> list[int]:
+        """Tokens in whole pages that are outside the window and its rollback at position ``end``."""
+        size, hold = self.format.page_size, (self.window or 0) - 1 + self.rollback
+        return [max(end - hold - x, 0) // size * size for x in first]
 
     def _hold(
         self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int], num_positions: int

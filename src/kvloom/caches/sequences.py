@@ -1,7 +1,7 @@
 """The sequences of a cache: the pages they hold, shared by its layers and, copy-on-write, by its forks."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +33,6 @@ class Sequences(Placement):
             valid column.
 
     Attributes:
-        residual: The same sequences in their residual window, where tokens are unquantized beside their
-            codes; ``None`` without one.
         is_padded: Whether ``begins`` are those of a padded batch, which ``remove`` of equal counts keeps.
     """
 
@@ -47,14 +45,12 @@ class Sequences(Placement):
         is_required: bool = True,
     ) -> None:
         pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
-        super().__init__(pages, window, is_required=is_required)
-        self.rollback = rollback
+        super().__init__(pages, window, rollback, is_required=is_required)
         self.residual: Sequences | None = None
         if self.pages.residual is not None:
             newest = self.format.residual_window(window)
             self.residual = Sequences(self.pages.residual, newest, RESIDUAL_ROLLBACK, is_required=False)
         self.requests: list[int] = []  # of new sequences, for events
-        self.is_recording = False  # keep what the window evicts until the next ``remove``
         self.is_padded = False
         self.previous: Sequences | None = None
         weakref.finalize(self, release_all, self._tables)
@@ -113,6 +109,8 @@ class Sequences(Placement):
             raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
         start, size = self.num_positions, self.size
         if self._tables and end <= start:
+            return
+        if end == start + 1 and self.advance():
             return
         self._reserve(batch, start, end)
         if self.residual is not None:
@@ -323,11 +321,6 @@ class Sequences(Placement):
                     user.give_up_passed()
         return missing <= self.pages.num_spare
 
-    def _num_evicted(self, end: int, first: Sequence[int]) -> list[int]:
-        """Tokens in whole pages that are outside the window and its rollback at position ``end``."""
-        size, hold = self.format.page_size, (self.window or 0) - 1 + self.rollback
-        return [max(end - hold - x, 0) // size * size for x in first]
-
     def _drop_front(self, end: int) -> None:
         """Release the pages that no token from position ``end`` on can see."""
         if self.window is None:
@@ -378,12 +371,6 @@ class Sequences(Placement):
             self.previous._replace([], [], [], 0)
             self.previous = None
             self._run = "unknown"
-
-
-def with_residuals(groups: Iterable[Sequences]) -> list[Sequences]:
-    """Groups of sequences, followed by those of their residual windows."""
-    groups = list(groups)
-    return groups + [group.residual for group in groups if group.residual is not None]
 
 
 def _load(

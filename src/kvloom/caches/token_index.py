@@ -82,19 +82,22 @@ class TokenIndex:
             first_position=torch.tensor(positions, device=device) if any(positions) else None,
         )
 
-    def longer(self) -> "TokenIndex":
-        """The same columns and one more, whose slots ``index`` has; ``begins`` must be ``None``."""
-        batch = self.batch(1)
+    def longer(self, *, is_sliding: bool) -> "TokenIndex":
+        """The same columns and one more, whose slots ``index`` has; ``begins`` must be ``None``.
+
+        Args:
+            is_sliding: Leave out the first column, so that there are as many as before.
+        """
+        batch, origins, num_columns = self.batch(1), self.origins, self.num_columns
         kvstarts = batch.kvstarts + batch.seqstarts
+        if is_sliding:
+            origins = torch.ones_like(self.lengths) if origins is None else origins + 1
+        else:
+            num_columns += 1
         other = TokenIndex(
-            self.index,
-            self.lengths + 1,
-            self.num_columns + 1,
-            self.origins,
-            kvstarts,
-            first_position=self.first_position,
+            self.index, self.lengths + 1, num_columns, origins, kvstarts, first_position=self.first_position
         )
-        other._batches[1] = ops.Batch(self.index, batch.seqstarts, kvstarts, first_visible=self.origins)
+        other._batches[1] = ops.Batch(self.index, batch.seqstarts, kvstarts, first_visible=origins)
         return other
 
     @property

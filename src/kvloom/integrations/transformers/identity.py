@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
-from kvloom.caches.sequences import with_residuals
+from kvloom.caches.groups import with_residuals
 from kvloom.caches.storage import Storage
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError

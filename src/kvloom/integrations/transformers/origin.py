@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvloom.caches.groups import with_residuals
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.pages import Pages
-from kvloom.caches.sequences import with_residuals
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvloom.caches.groups import with_residuals
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.prefixes import Prefixes
-from kvloom.caches.sequences import with_residuals
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.origin import Origin, PoolCache
