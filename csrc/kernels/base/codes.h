@@ -63,4 +63,25 @@ KVLOOM_INLINE Vec load_codes(const Byte* from, Index count) {
   return __builtin_convertvector(codes, Vec);
 }
 
+// Whether one vector holds the numbers of all codes of so many bits, to be looked up by `permute`.
+template <int kBits>
+constexpr bool kFitVector = kLanes == 16 && kBits <= 4;
+
+// The number of each code, in the lane of the code and, of fewer than 4 bits, again in those after it.
+template <int kBits>
+KVLOOM_INLINE Vec numbers_of_codes() {
+  static_assert(kFitVector<kBits>);
+  const IntVec code = lane_numbers() << (32 - kBits) >> (32 - kBits);
+  return __builtin_convertvector(kBits == 2 ? 2 * code + 1 : code, Vec);
+}
+
+// Lanes of which the low bits are kLanes codes. The bits above four are arbitrary: `permute` ignores them.
+template <int kBits>
+KVLOOM_INLINE IntVec load_lanes(const Byte* from) {
+  static_assert(kFitVector<kBits>);
+  const IntVec lane = lane_numbers(), low = splat(bit_copy<int32_t>(from));
+  if constexpr (kBits == 2) return low >> 2 * lane;
+  return (lane < 8 ? low : splat(bit_copy<int32_t>(from + 4))) >> 4 * (lane & 7);
+}
+
 }  // namespace kvloom::KVLOOM_ISA

@@ -56,6 +56,11 @@ class SlotOffsets {
   // Bytes from one slot to the next within a contiguous span.
   KVLOOM_INLINE Index stride() const { return stride_[0]; }
 
+  // Slots from this one to the end of its contiguous span.
+  KVLOOM_INLINE Index span(Index slot) const {
+    return inner_.size() - (slot - inner_.quotient(slot) * inner_.size());
+  }
+
   // Whether `count` slots, from each multiple of it on, are at a stride of `bytes`.
   KVLOOM_INLINE bool has_stride(Index count, Index bytes) const {
     return stride_[0] == bytes && inner_.size() % count == 0;
@@ -64,7 +69,7 @@ class SlotOffsets {
   // Rows of `count` slots from `slot` on, where slot 0 is at `base`.
   KVLOOM_INLINE void fill(const Byte* base, Index slot, Index count, const Byte** rows) const {
     while (count > 0) {
-      const Index run = min(count, inner_.size() - (slot - inner_.quotient(slot) * inner_.size()));
+      const Index run = min(count, span(slot));
       fill_run(base + at(slot), stride_[0], run, rows);
       rows += run;
       slot += run;

@@ -24,6 +24,8 @@ KVLOOM_INLINE constexpr Index aligned(Index bytes) { return round_up(bytes, 64);
 
 // Tokens whose addresses are computed together.
 constexpr Index kTile = 16;
+// The same where more rows of a head are adjacent.
+constexpr Index kLongTile = 256;
 
 // Bytes of tokens that are smoothed at once: their rows stay in a first-level cache until they are converted.
 constexpr Index kSmoothedBytes = 16 << 10;

@@ -2,6 +2,8 @@
 // docs/decisions/0003.
 #pragma once
 
+#include <cmath>
+
 #include "quantize.h"
 
 namespace kvloom::KVLOOM_ISA::rows {
@@ -19,6 +21,13 @@ void cast_row(const Row& row) {
 template <class Scale, class Out>
 KVLOOM_INLINE Vec value_of(Vec code, Vec scale) {
   return saturate<Scale, Out>(round_to<Scale>(code * scale));
+}
+
+// Whether no code by this scale is beyond the largest finite number of the scale and of the result.
+template <int kBits, class Scale, class Out>
+KVLOOM_INLINE bool is_small(float scale) {
+  constexpr float largest = kLargest<Scale> < kLargest<Out> ? kLargest<Scale> : kLargest<Out>;
+  return std::fabs(scale) <= largest / (kBits == 8 ? 128 : 8);  // not NaN
 }
 
 template <class Scale, class Out>
@@ -57,12 +66,20 @@ void dequantize_row(const Row& row) {
 
   for (Index first = 0; first < row.count; first += group) {
     const Index whole = group / kLanes * kLanes, rest = group - whole;
-    const Vec scale = splat(load_partial(scales++, 1)[0]);
+    const float number = load_partial(scales++, 1)[0];
+    const Vec scale = splat(number);
     const Byte* codes = in + first * kBits / 8;
     Out* x = out + first;
-    for (Index i = 0; i < whole; i += kLanes) {
-      store_value<Scale>(x + i,
-                         value_of<Scale, Out>(load_codes<kBits>(codes + i * kBits / 8, kLanes), scale));
+    const auto convert = [&](auto value_at) KVLOOM_INLINE_LAMBDA {
+      for (Index i = 0; i < whole; i += kLanes) store_value<Scale>(x + i, value_at(codes + i * kBits / 8));
+    };
+    if constexpr (kFitVector<kBits>) {
+      const Vec values = value_of<Scale, Out>(numbers_of_codes<kBits>(), scale);
+      convert([&](const Byte* from) { return permute(values, load_lanes<kBits>(from)); });
+    } else if (is_small<kBits, Scale, Out>(number)) {
+      convert([&](const Byte* from) { return round_to<Scale>(load_codes<kBits>(from, kLanes) * scale); });
+    } else {
+      convert([&](const Byte* from) { return value_of<Scale, Out>(load_codes<kBits>(from, kLanes), scale); });
     }
     if (rest != 0) {
       const Vec last = load_codes<kBits>(codes + whole * kBits / 8, rest);

@@ -30,9 +30,18 @@ struct Plan {
   Index prefetch_bytes = 0;    // prefetch distance in bytes; 0 where the next slot's row is not read next
   bool is_head_major = false;  // whether slots are closer than heads where the rows are read
   bool joins_slots = false;    // whether rows of adjacent slots are contiguous on both sides
+  Index tile = kTile;          // tokens that are moved head by head
 
   KVLOOM_INLINE RowPointers pointers(Index from_slot, Index to_slot) const {
     return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
+  }
+
+  // Tokens from one on whose rows may be adjacent, if their slots are.
+  KVLOOM_INLINE Index span(Index from_slot, Index to_slot) const {
+    Index count = min(from.slots.span(from_slot), to.slots.span(to_slot));
+    if (has_from_scale) count = min(count, from_scale.slots.span(from_slot));
+    if (has_to_scale) count = min(count, to_scale.slots.span(to_slot));
+    return count;
   }
 
   KVLOOM_INLINE RowPointers next_head(const RowPointers& at) const {
@@ -76,8 +85,11 @@ inline Plan plan_of(const Move& move) {
     plan.count *= plan.rows;
     plan.rows = 1;
   }
-  plan.joins_slots =
-      plan.convert == nullptr && plan.repeat == 1 && is_one_run(plan.from) && is_one_run(plan.to);
+  plan.joins_slots = plan.repeat == 1 && is_one_run(plan.from) && is_one_run(plan.to) &&
+                     (!plan.has_from_scale || is_one_run(plan.from_scale)) &&
+                     (!plan.has_to_scale || is_one_run(plan.to_scale));
+  if (plan.joins_slots && plan.is_head_major)
+    plan.tile = max(kTile, min(kLongTile, plan.from.head / plan.from.slots.stride()));
   return plan;
 }
 
@@ -128,31 +140,45 @@ KVLOOM_INLINE void prefetch_row(const Plan& plan, const RowPointers& at, bool st
   for (Index i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
 }
 
-// Copies the rows of one head, those of neighboring slots at once.
-inline void copy_runs(const Plan& plan, const RowPointers* pointers, int num_tokens, bool is_last_head,
-                      bool stream) {
-  const Index bytes = plan.from.row_bytes();
+// Prefetches the beginning of a run of the next head; hardware prefetches the rest of a long one.
+KVLOOM_INLINE void prefetch_run(const Plan& plan, const RowPointers& at, int count, bool stream) {
+  constexpr Index kBytes = 4096;
+  const Index from_bytes = min(count * plan.from.row_bytes(), kBytes);
+  for (Index i = 0; i < from_bytes; i += 64) __builtin_prefetch(at.from + plan.from.head + i, 0, 2);
+  if (plan.has_from_scale) __builtin_prefetch(at.from_scale + plan.from_scale.head, 0, 2);
+  if (stream || plan.convert != nullptr) return;
+  const Index to_bytes = min(count * plan.to.row_bytes(), kBytes);
+  for (Index i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
+}
+
+// Moves the rows of a tile of tokens head by head, those of adjacent slots at once.
+inline void move_runs(const Plan& plan, const Index* from, const Index* to, int num_tokens, bool stream) {
+  RowPointers pointers[kLongTile];
+  int counts[kLongTile], num_runs = 0;
   for (int i = 0, next; i < num_tokens; i = next) {
-    const RowPointers& first = pointers[i];
-    for (next = i + 1; next < num_tokens; ++next) {
-      const Index offset = (next - i) * bytes;
-      if (pointers[next].from != first.from + offset || pointers[next].to != first.to + offset) break;
+    const int end = i + static_cast<int>(min(num_tokens - i, plan.span(from[i], to[i])));
+    for (next = i + 1; next < end; ++next)
+      if (from[next] != from[next - 1] + 1 || to[next] != to[next - 1] + 1) break;
+    pointers[num_runs] = plan.pointers(from[i], to[i]);
+    counts[num_runs++] = next - i;
+  }
+  for (Index h = 0; h < plan.rows; ++h) {
+    for (int i = 0; i < num_runs; ++i) {
+      RowPointers& at = pointers[i];
+      if (h + 1 < plan.rows) prefetch_run(plan, at, counts[i], stream);
+      if (plan.convert == nullptr) {
+        copy_contiguous(at.to, at.from, counts[i] * plan.from.row_bytes(), stream);
+      } else {
+        plan.convert({at.from, at.from_scale, at.to, at.to_scale, counts[i] * plan.count, plan.group, 0});
+      }
+      at = plan.next_head(at);
     }
-    for (int j = i; j < next && !is_last_head; ++j) prefetch_row(plan, pointers[j], stream);
-    copy_contiguous(first.to, first.from, (next - i) * bytes, stream);
   }
 }
 
 // Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
 // than writing so. Where a head's rows of adjacent slots are adjacent in memory, that is head by head.
 inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, Byte* scratch, bool stream) {
-  if (plan.joins_slots) {
-    for (Index h = 0; h < plan.rows; ++h) {
-      copy_runs(plan, pointers, num_tokens, h + 1 == plan.rows, stream);
-      for (int i = 0; i < num_tokens; ++i) pointers[i] = plan.next_head(pointers[i]);
-    }
-    return;
-  }
   if (!plan.is_head_major) {
     for (int i = 0; i < num_tokens; ++i) {
       RowPointers at = pointers[i];
@@ -196,36 +222,40 @@ inline void smooth_tile(SmoothArgs args, Index begin, Index end, Byte* buffer) {
 // Tokens `[begin, end)` of a store, a load or a copy.
 inline void move(const MoveArgs& args, Index begin, Index end, Byte* scratch) {
   Plan plans[kMaxMoves];
-  Index tile = kTile;
+  Index tile = kLongTile;
   for (int m = 0; m < args.num_moves; ++m) {
     const Move& move = args.moves[m];
     plans[m] = plan_of(move.smooth ? from_buffer(move, scratch) : move);
+    tile = min(tile, plans[m].tile);
     if (!move.smooth) continue;
     plans[m].prefetch_bytes = 0;
     tile = min(tile, smoothed_at_once(move.from));
   }
   for (Index first = begin, last; first < end; first = last) {
     last = min(end, first + tile);
-    Index tokens[kTile], to[kTile];
+    Index from[kLongTile], within[kLongTile], to[kLongTile];
     int num_tokens = 0;
     for (Index t = first; t < last; ++t) {
       if (args.to_slots[t] < 0) continue;
-      tokens[num_tokens] = t;
+      from[num_tokens] = args.from_slots[t];
+      within[num_tokens] = t - first;
       to[num_tokens++] = args.to_slots[t];
     }
     for (int m = 0; m < args.num_moves && num_tokens; ++m) {
+      const Plan& plan = plans[m];
       const SmoothArgs* smoothing = args.moves[m].smooth;
+      if (plan.joins_slots && !smoothing && (plan.convert == nullptr || !args.stream)) {
+        move_runs(plan, from, to, num_tokens, args.stream);
+        continue;
+      }
       Byte* unused = scratch;
       if (smoothing) {
         smooth_tile(*smoothing, first, last, scratch);
         unused += smoothed_bytes(args.moves[m].from);
       }
-      RowPointers pointers[kTile];
-      for (int i = 0; i < num_tokens; ++i) {
-        const Index from = smoothing ? tokens[i] - first : args.from_slots[tokens[i]];
-        pointers[i] = plans[m].pointers(from, to[i]);
-      }
-      move_tile(plans[m], pointers, num_tokens, unused, args.stream);
+      RowPointers pointers[kLongTile];
+      for (int i = 0; i < num_tokens; ++i) pointers[i] = plan.pointers((smoothing ? within : from)[i], to[i]);
+      move_tile(plan, pointers, num_tokens, unused, args.stream);
     }
   }
   if (args.stream) stream_fence();
