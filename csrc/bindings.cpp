@@ -141,6 +141,7 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
     scratch_bytes = std::max(scratch_bytes, row_bytes);
   }
   args.stream = double(bytes) * count >= bytes_to_stream;
+  for (int m = 0; m < args.num_moves; ++m) args.stream &= !args.moves[m].restore;  // which reads them again
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(bytes, 1));
   const bool is_parallel = count > grain;
   // Allocated before anything is written, since it may fail.
@@ -210,14 +211,18 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
   store_sides(key, value, slots, key_cache, value_cache, key_scale, value_scale, full_range, {}, {});
 }
 
+void expect_smoothing(const MaybeTensor& positions, const MaybeTensor& factor, const MaybeTensor& mean) {
+  require(factor || !positions, "factor must be there with positions");
+  require(positions || !mean, "positions must be there with mean");
+}
+
 void store_transformed(const Tensor& key, const MaybeTensor& value, const Tensor& slots,
                        const Tensor& key_cache, const MaybeTensor& value_cache, const MaybeTensor& key_scale,
                        const MaybeTensor& value_scale, bool full_range, int64_t key_block,
                        int64_t value_block, const MaybeTensor& positions, const MaybeTensor& factor,
                        const MaybeTensor& mean, const MaybeTensor& channels, const MaybeTensor& frequencies) {
   Smoothing of_key, of_value;
-  require(factor || !positions, "factor must be there with positions");
-  require(positions || !mean, "positions must be there with mean");
+  expect_smoothing(positions, factor, mean);
   if (factor) {
     of_key.set_keys(key, positions, *factor, mean, channels, frequencies, key_block);
   } else if (key_block) {
@@ -281,9 +286,12 @@ Move load_side(const Tensor& cache, const MaybeTensor& scale, const Tensor& slot
   return move;
 }
 
-std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, const MaybeTensor& value_cache,
-                                const MaybeTensor& key_scale, const MaybeTensor& value_scale, int32_t dtype,
-                                int64_t num_repeat) {  // not ScalarType, which does not have all dtypes
+// `set_restore(moves, key, value)` may say what is done to the rows of either side afterwards.
+template <class SetRestore>
+std::tuple<Tensor, Tensor> load_sides(const Tensor& slots, const Tensor& key_cache,
+                                      const MaybeTensor& value_cache, const MaybeTensor& key_scale,
+                                      const MaybeTensor& value_scale, int32_t dtype, int64_t num_repeat,
+                                      SetRestore set_restore) {
   require(num_repeat > 0, "num_repeat must be at least 1");
   const int64_t count = slots.numel();
   const CheckedSlots from("slots", slots, count, source_view(key_cache).num_slots());
@@ -300,8 +308,38 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
   } else {
     value = empty_loaded(slots, key.size(1), 0, dtype);
   }
+  set_restore(moves, key, value);
   run(args, count, key_scale ? kDequantizedBytesToStream : kLoadedBytesToStream);
   return {key, value};
+}
+
+std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, const MaybeTensor& value_cache,
+                                const MaybeTensor& key_scale, const MaybeTensor& value_scale, int32_t dtype,
+                                int64_t num_repeat) {  // not ScalarType, which does not have all dtypes
+  return load_sides(slots, key_cache, value_cache, key_scale, value_scale, dtype, num_repeat,
+                    [](Move*, Tensor&, Tensor&) {});
+}
+
+std::tuple<Tensor, Tensor> load_transformed(const Tensor& slots, const Tensor& key_cache,
+                                            const MaybeTensor& value_cache, const MaybeTensor& key_scale,
+                                            const MaybeTensor& value_scale, int32_t dtype, int64_t key_block,
+                                            int64_t value_block, const MaybeTensor& positions,
+                                            const MaybeTensor& factor, const MaybeTensor& mean,
+                                            const MaybeTensor& channels, const MaybeTensor& frequencies) {
+  Smoothing of_key, of_value;
+  expect_smoothing(positions, factor, mean);
+  return load_sides(slots, key_cache, value_cache, key_scale, value_scale, dtype, 1,
+                    [&](Move* moves, Tensor& key, Tensor& value) {
+                      if (factor) {
+                        of_key.set_keys(key, positions, *factor, mean, channels, frequencies, key_block);
+                        of_key.args.is_restored = true;
+                      } else if (key_block) {
+                        of_key.set_rotated(key, key_block);
+                      }
+                      if (value_cache && value_block) of_value.set_rotated(value, value_block);
+                      moves[0].restore = of_key.in_place(key);
+                      if (value_cache) moves[1].restore = of_value.in_place(value);
+                    });
 }
 
 // --- copy --------------------------------------------------------------------------------------------------
@@ -385,6 +423,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
   m.impl("store", KVLOOM_BOX(&store));
   m.impl("store.transformed", KVLOOM_BOX(&store_transformed));
   m.impl("load", KVLOOM_BOX(&load));
+  m.impl("load.transformed", KVLOOM_BOX(&load_transformed));
   m.impl("copy", KVLOOM_BOX(&copy));
 }
 

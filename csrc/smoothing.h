@@ -79,6 +79,14 @@ class Smoothing {
     args.offset.first = first, args.offset.second = second;
   }
 
+  // Arguments to change the rows of `x`, from which they were set, in place; none if they were not set.
+  const SmoothArgs* in_place(Tensor& x) {
+    if (!args.factor) return nullptr;
+    args.to = static_cast<Byte*>(x.mutable_data_ptr());
+    std::copy(args.stride, args.stride + 3, args.to_stride);
+    return &args;
+  }
+
   int64_t num_heads() const { return num_heads_; }
 
  private:

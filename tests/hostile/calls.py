@@ -202,6 +202,15 @@ def bare_store_transformed(rng: random.Random) -> Call:
     return torch.ops.kvloom.store.transformed, given | blocks | numbers
 
 
+def bare_load_transformed(rng: random.Random) -> Call:
+    _, given = bare_load(rng)
+    del given["num_repeat"]
+    numbers = smoothing(rng) | {"factor": floats(H, D)}
+    numbers["positions"] = None if numbers["mean"] is None else torch.arange(5)
+    blocks = {"key_block": rng.choice((0, 4, 16)), "value_block": rng.choice((0, 8))}
+    return torch.ops.kvloom.load.transformed, given | blocks | numbers
+
+
 def bare_smooth_query(rng: random.Random) -> Call:
     given = {"query": floats(3, 2 * H, D, dtype=rng.choice(FLOATS)), "gain": floats(H, D)} | smoothing(rng)
     del given["frequencies"]
@@ -259,6 +268,21 @@ def store_transformed(rng: random.Random) -> Call:
         ops.store(**how, kv=view(given), smoothing=ops.KeySmoothing(given["gain"], offset), backend=backend)
 
     _, given = bare_store_transformed(rng)
+    del given["factor"]
+    return call, given | {"gain": torch.ones(H, D)}
+
+
+def load_transformed(rng: random.Random) -> Call:
+    backend = rng.choice(("auto", "reference"))
+
+    def call(**given: Any) -> None:
+        numbers = [given[name] for name in ("mean", "channels", "frequencies")]
+        offset = None if numbers[0] is None else ops.KeyOffset(*numbers, D)
+        how = {name: given[name] for name in ("slots", "dtype", "positions")}
+        how["blocks"] = given["key_block"], given["value_block"]
+        ops.load(**how, kv=view(given), smoothing=ops.KeySmoothing(given["gain"], offset), backend=backend)
+
+    _, given = bare_load_transformed(rng)
     del given["factor"]
     return call, given | {"gain": torch.ones(H, D)}
 
@@ -334,5 +358,6 @@ def smooth(rng: random.Random) -> Call:
 
 BARE = (bare_store, bare_load, bare_copy, bare_attend, bare_attend_out, bare_attend_part, bare_rotate,
         bare_smooth, bare_smooth_query, bare_attend_latent, bare_attend_latent_part,
-        bare_store_transformed)  # fmt: skip
-PUBLIC = (store, load, copy, attend, attend_latent, attend_part, rotate, smooth, store_transformed)
+        bare_store_transformed, bare_load_transformed)  # fmt: skip
+PUBLIC = (store, load, copy, attend, attend_latent, attend_part, rotate, smooth, store_transformed,
+          load_transformed)  # fmt: skip

@@ -11,9 +11,10 @@ namespace kvloom {
 struct Move {
   View from, from_scale;
   View to, to_scale;
-  Index repeat = 1;                    // how many times in a row each head is written
-  bool full_range = false;             // of codes of 4 and 2 bits that are written
-  const SmoothArgs* smooth = nullptr;  // of rows that are smoothed before they are converted
+  Index repeat = 1;                     // how many times in a row each head is written
+  bool full_range = false;              // of codes of 4 and 2 bits that are written
+  const SmoothArgs* smooth = nullptr;   // of rows that are smoothed before they are converted
+  const SmoothArgs* restore = nullptr;  // of rows that are changed in place after they were written
 };
 
 // Sides of keys, values and their scales.

@@ -246,16 +246,18 @@ inline void move(const MoveArgs& args, Index begin, Index end, Byte* scratch) {
       const SmoothArgs* smoothing = args.moves[m].smooth;
       if (plan.joins_slots && !smoothing && (plan.convert == nullptr || !args.stream)) {
         move_runs(plan, from, to, num_tokens, args.stream);
-        continue;
+      } else {
+        Byte* unused = scratch;
+        if (smoothing) {
+          smooth_tile(*smoothing, first, last, scratch);
+          unused += smoothed_bytes(args.moves[m].from);
+        }
+        RowPointers pointers[kLongTile];
+        for (int i = 0; i < num_tokens; ++i)
+          pointers[i] = plan.pointers((smoothing ? within : from)[i], to[i]);
+        move_tile(plan, pointers, num_tokens, unused, args.stream);
       }
-      Byte* unused = scratch;
-      if (smoothing) {
-        smooth_tile(*smoothing, first, last, scratch);
-        unused += smoothed_bytes(args.moves[m].from);
-      }
-      RowPointers pointers[kLongTile];
-      for (int i = 0; i < num_tokens; ++i) pointers[i] = plan.pointers((smoothing ? within : from)[i], to[i]);
-      move_tile(plan, pointers, num_tokens, unused, args.stream);
+      if (args.moves[m].restore) smooth(*args.moves[m].restore, first, last);
     }
   }
   if (args.stream) stream_fence();

@@ -72,10 +72,10 @@ KVLOOM_INLINE void store_finished(T* to, Vec x) {
 }
 
 // Writes `count` elements, whole vectors that `at` gives: what is finite stays finite. Beyond the largest T
-// is hardly ever one, so a row is asked at once.
+// is hardly ever one, so a row is asked at once; not in place, where `at` gives each vector only once.
 template <class T, class At>
-KVLOOM_INLINE void store_row(T* to, Index count, At at) {
-  if constexpr (std::is_same_v<T, float> || kRoundsSimply<T>) {
+KVLOOM_INLINE void store_row(T* to, Index count, bool in_place, At at) {
+  if (std::is_same_v<T, float> || kRoundsSimply<T> || in_place) {
     for (Index i = 0; i < count; i += kLanes) store_finished(to + i, at(i));
   } else {
     IntVec largest{};
@@ -130,13 +130,14 @@ KVLOOM_INLINE void smooth_vectors(const SmoothArgs& args, const SmoothRow<T>& ro
         store_finished(row.to + i, restored(rotated<float>(sum, root), i));
       });
     } else {
-      store_row(row.to, count, [=](Index i) KVLOOM_INLINE_LAMBDA { return restored(at(i), i); });
+      store_row(row.to, count, row.to == row.from,
+                [=](Index i) KVLOOM_INLINE_LAMBDA { return restored(at(i), i); });
     }
   } else if (args.block) {
     rotate_blocks(count, args.block, smoothed,
                   [=](Index i, Vec sum) KVLOOM_INLINE_LAMBDA { store_rotated(row.to + i, sum, root); });
   } else {
-    store_row(row.to, count, smoothed);
+    store_row(row.to, count, row.to == row.from, smoothed);
   }
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.token_index import TokenIndex
-from kvloom.caches.transform import Transform
+from kvloom.caches.transform import Transform, load_restored
 from kvloom.core.views import KVView
 
 _CAUSAL = ops.Scores()
@@ -95,10 +95,9 @@ class Tokens:
         """
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
-        found: tuple[Tensor, Tensor] = ops.load(self.index.slots, self.view, dtype=dtype)
-        if self.transform is not None:
-            positions = self.index.positions() if self.transform.needs_positions else None
-            found = self.transform.restored(*found, positions)
+        transform = self.transform
+        positions = self.index.positions() if transform is not None and transform.needs_positions else None
+        found = load_restored(self.index.slots, self.view, dtype, transform, positions)
         if self.exact is not None:
             self.exact.put_into(found)
         if self.index.begins is not None:

@@ -54,14 +54,6 @@ class Transform(NamedTuple):
         """Transform of keys (0) or values (1) alone, as the keys of a storage without values."""
         return Transform(self.value) if side else Transform(self.key, 0, self.smoothing)
 
-    def restored(self, key: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Invert the transform of stored keys and values."""
-        if self.smoothing is not None:
-            key = self.smoothing.restored(key, positions, self.key)
-        elif self.key:
-            key = ops.rotate(key, self.key)
-        return key, self.output(value)
-
     def query(
         self, query: Tensor, scores: ops.Scores, first_position: Tensor | None, rank: int = 0
     ) -> tuple[Tensor, ops.Scores]:
@@ -141,6 +133,30 @@ def store_transformed(
         smoothing=transform.smoothing,
         positions=positions,
         blocks=(transform.key, transform.value),
+    )
+
+
+def load_restored(
+    slots: Tensor,
+    view: KVView,
+    dtype: torch.dtype,
+    transform: Transform | None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``ops.load`` of keys and values as they were before their transform.
+
+    Args:
+        slots: As of ``ops.load``.
+        view: The same.
+        dtype: The same.
+        transform: Transform of the stored tokens; ``None`` for none.
+        positions: As of ``ops.load``.
+    """
+    if transform is None:
+        return ops.load(slots, view, dtype=dtype)
+    blocks = transform.key, transform.value
+    return ops.load(
+        slots, view, dtype=dtype, smoothing=transform.smoothing, positions=positions, blocks=blocks
     )
 
 

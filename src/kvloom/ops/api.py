@@ -38,7 +38,7 @@ from kvloom.ops.expect import (
 from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
 from kvloom.ops.plain import COMPILED, store_plain
 from kvloom.ops.scores import CAUSAL, Batch, Scores
-from kvloom.ops.smoothing import KeySmoothing, in_rows, transform_arguments
+from kvloom.ops.smoothing import KeySmoothing, expect_restored, in_rows, transform_arguments
 
 _NO_BLOCKS: Final = (0, 0)
 
@@ -112,9 +112,13 @@ def store(
 
 
 def _transform(
-    smoothing: KeySmoothing | None, positions: Tensor | None, blocks: tuple[int, int]
+    smoothing: KeySmoothing | None,
+    positions: Tensor | None,
+    blocks: tuple[int, int],
+    *,
+    is_restored: bool = False,
 ) -> tuple[Any, ...]:
-    """Arguments of the operators for smoothing and rotation before a store; empty for none."""
+    """Arguments of the operators for smoothing and rotation, or their inverse; empty for none."""
     if smoothing is None and blocks is _NO_BLOCKS:
         return ()
     if not isinstance(smoothing, KeySmoothing | None):
@@ -123,7 +127,7 @@ def _transform(
         raise ArgumentError(f"blocks must be two numbers of elements, got {blocks!r}")
     if smoothing is None and blocks == _NO_BLOCKS:
         return ()
-    return transform_arguments(blocks, smoothing, positions)
+    return transform_arguments(blocks, smoothing, positions, is_restored=is_restored)
 
 
 def _packed(key: Tensor, value: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -144,10 +148,15 @@ def load(
     dtype: torch.dtype | None = None,
     num_repeat: int = 1,
     offset: KeyOffset | None = None,
+    smoothing: KeySmoothing | None = None,
     positions: Tensor | None = None,
+    blocks: tuple[int, int] = _NO_BLOCKS,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Read keys and values from their slots, dequantized.
+
+    With ``smoothing`` and ``blocks`` the transform of ``store`` is inverted, with the bits of
+    ``smoothing.restored`` and ``ops.rotate`` of what was read in ``dtype``.
 
     Args:
         slots: ``[T]`` or ``[B, N]`` int64 or int32, in any order, repeats allowed.
@@ -157,7 +166,10 @@ def load(
             queries).
         offset: Offset that was subtracted from the keys before they were stored; it is added in float32,
             before they are rounded to ``dtype``.
-        positions: Position of each slot's token, int64 or int32, of the shape of ``slots``; with ``offset``.
+        smoothing: Smoothing of the stored keys; ``None`` for none.
+        positions: Position of each slot's token, int64 or int32, of the shape of ``slots``; with ``offset``,
+            or with ``smoothing`` that has one.
+        blocks: Elements of stored keys and of values that were rotated together; 0 for none.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
@@ -165,7 +177,8 @@ def load(
         attention takes them. A cache of keys only gives a value with D = 0.
 
     Raises:
-        ShapeError, ArgumentError: as ``store``; a negative slot is an error here.
+        ShapeError, ArgumentError: as ``store``; a negative slot is an error here, and so is a transform with
+            ``offset`` or ``num_repeat``.
     """
     if isinstance(slots, Tensor) and slots.ndim == 2:
         expect("slots", slots, "B N", dtype=INDEX_DTYPES, device=kv.device)
@@ -180,8 +193,16 @@ def load(
         expect_dtype("dtype of the loaded value", dtype, kv.value)
     if num_repeat > 1 and not torch.compiler.is_compiling():
         loaded_bytes(slots.numel(), kv, dtype, num_repeat)
-    given = expect_offset(offset, positions, slots, kv)
+    transform = _transform(smoothing, positions, blocks, is_restored=True)
+    if transform:
+        if offset is not None or num_repeat != 1:
+            raise ArgumentError("offset and num_repeat must be left out with smoothing or blocks")
+        expect_restored(slots, kv, dtype, smoothing, positions, blocks)
+    given = None if transform else expect_offset(offset, positions, slots, kv)
     try:
+        if transform:
+            key, value = run(backend, "load.transformed", kv.device, slots, *kv.tensors, dtype, *transform)
+            return key, value
         if given is not None:
             return load_with_offset(slots, kv, dtype, num_repeat, *given, backend)
         key, value = run(backend, "load", kv.device, slots, *kv.tensors, dtype, num_repeat)

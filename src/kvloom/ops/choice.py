@@ -28,6 +28,7 @@ _DISPATCHED: dict[str, Callable[..., Any]] = {
     "store": schemas.store,
     "store.transformed": schemas.store_transformed,
     "load": schemas.load,
+    "load.transformed": schemas.load_transformed,
     "copy": schemas.copy,
     "attend": schemas.attend,
     "attend.biased": schemas.attend_biased,
@@ -43,6 +44,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "store": reference.store,
     "store.transformed": reference.store_transformed,
     "load": reference.load,
+    "load.transformed": reference.load_transformed,
     "copy": reference.copy,
     "attend": schemas.attend_reference,
     "attend.biased": schemas.attend_biased_reference,
@@ -117,7 +119,7 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
                 raise UnsupportedError(f"backend 'cpu' {refused}; use 'auto' or 'reference'")
             return _DISPATCHED[overload]
         case "triton":
-            if overload == "store.transformed":
+            if overload in ("store.transformed", "load.transformed"):
                 raise UnsupportedError(
                     "backend 'triton' smooths and rotates nothing yet; use 'auto' or 'reference'"
                 )
@@ -134,9 +136,8 @@ def _why_not_cpu(overload: str, device: torch.device, args: tuple[Any, ...]) -> 
     """Reason why the compiled kernels cannot run these arguments, or ``None``."""
     if device.type != "cpu" or cpu.WHY_NOT is not None:
         return None
-    if overload in ("smooth", "smooth_query", "store.transformed"):
-        rows = args[:2] if overload == "store.transformed" else args[:1]
-        head_dim = max(x.shape[-1] for x in rows if x is not None)
+    if overload in ("smooth", "smooth_query", "store.transformed", "load.transformed"):
+        head_dim = _smoothed_dim(overload, args)
         if head_dim > cpu.MAX_SMOOTHED:
             return f"smooths head dims up to {cpu.MAX_SMOOTHED}, got {head_dim}"
     if overload.partition(".")[0] not in ("attend", "attend_part"):
@@ -146,3 +147,12 @@ def _why_not_cpu(overload: str, device: torch.device, args: tuple[Any, ...]) -> 
     if head_dim <= cpu.MAX_HEAD_DIM:
         return None
     return f"attends over head dims up to {cpu.MAX_HEAD_DIM}, got {head_dim}"
+
+
+def _smoothed_dim(overload: str, args: tuple[Any, ...]) -> int:
+    """Largest head dim that a call smooths or rotates."""
+    if overload == "load.transformed":
+        sides = ((args[i], args[i + 2]) for i in (1, 2))
+        return max(head_dim_of(*side) for side in sides if side[0] is not None)
+    rows = args[:2] if overload == "store.transformed" else args[:1]
+    return max(int(x.shape[-1]) for x in rows if x is not None)

@@ -19,14 +19,18 @@ _STORE = (
     " Tensor(c!)? key_scale, Tensor(d!)? value_scale, bool full_range"
 )
 LIB.define(f"store{_STORE}=False) -> ()")
-LIB.define(  # with smoothing of keys, and rotation of keys and values, before
-    f"store.transformed{_STORE}, int key_block, int value_block, Tensor? positions, Tensor? factor,"
-    " Tensor? mean, Tensor? channels, Tensor? frequencies) -> ()"
+_TRANSFORM = (
+    ", int key_block, int value_block, Tensor? positions, Tensor? factor, Tensor? mean, Tensor? channels,"
+    " Tensor? frequencies"
 )
-LIB.define(
-    "load(Tensor slots, Tensor key_cache, Tensor? value_cache, Tensor? key_scale, Tensor? value_scale,"
-    " ScalarType dtype, int num_repeat) -> (Tensor, Tensor)"
+# With smoothing of keys, and rotation of keys and values, before.
+LIB.define(f"store.transformed{_STORE}{_TRANSFORM}) -> ()")
+_LOAD = (
+    "(Tensor slots, Tensor key_cache, Tensor? value_cache, Tensor? key_scale, Tensor? value_scale,"
+    " ScalarType dtype"
 )
+LIB.define(f"load{_LOAD}, int num_repeat) -> (Tensor, Tensor)")
+LIB.define(f"load.transformed{_LOAD}{_TRANSFORM}) -> (Tensor, Tensor)")  # with the inverse of both afterwards
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
 LIB.define("rotate(Tensor x, int block) -> Tensor")
 LIB.define(
@@ -81,6 +85,16 @@ def _store_transformed(key: Tensor, value: Tensor | None, slots: Tensor, *args: 
 
 
 LIB.impl("store.transformed", _store_transformed, "CompositeExplicitAutograd")
+
+
+def _load_transformed(slots: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Load with the kernel of the device, then invert the transform."""
+    loaded = torch.ops.kvloom.load.default(slots, *args[:5], 1)
+    own = torch.ops.kvloom.smooth.default, torch.ops.kvloom.rotate.default
+    return reference.restored(loaded, *own, *args[5:])
+
+
+LIB.impl("load.transformed", _load_transformed, "CompositeExplicitAutograd")
 
 
 def _attend_out(*args: Any) -> None:
@@ -138,6 +152,18 @@ def _load_fake(
         for dim in (head_dim_of(key_cache, key_scale), value_dim)
     )
     return key, value
+
+
+def _load_transformed_fake(
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    dtype: torch.dtype,
+    *rest: object,
+) -> tuple[Tensor, Tensor]:
+    return _load_fake(slots, key_cache, value_cache, key_scale, value_scale, dtype, 1)
 
 
 def _attend_fake(
@@ -226,6 +252,7 @@ torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::store.transformed", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
+torch.library.register_fake("kvloom::load.transformed", _load_transformed_fake, lib=LIB)
 torch.library.register_fake("kvloom::rotate", _rotate_fake, lib=LIB)
 torch.library.register_fake("kvloom::smooth", _smooth_fake, lib=LIB)
 torch.library.register_fake("kvloom::smooth_query", _smooth_query_fake, lib=LIB)
@@ -242,6 +269,7 @@ for _name in ("attend_part", "attend_part.biased"):
 store = torch.ops.kvloom.store.default
 store_transformed = torch.ops.kvloom.store.transformed
 load = torch.ops.kvloom.load.default
+load_transformed = torch.ops.kvloom.load.transformed
 copy = torch.ops.kvloom.copy.default
 rotate = torch.ops.kvloom.rotate.default
 smooth = torch.ops.kvloom.smooth.default

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_range, expect_tensor
 from kvloom.core.memory import refused_memory
-from kvloom.core.views import detached
+from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
 from kvloom.ops.choice import run
@@ -216,18 +216,52 @@ class KeySmoothing:
 
 
 def transform_arguments(
-    blocks: tuple[int, int], smoothing: KeySmoothing | None, positions: Tensor | None
+    blocks: tuple[int, int],
+    smoothing: KeySmoothing | None,
+    positions: Tensor | None,
+    *,
+    is_restored: bool = False,
 ) -> tuple[Any, ...]:
-    """Arguments of ``kvloom::store.transformed`` after those of ``store``.
+    """Arguments of ``kvloom::store.transformed`` after those of ``store``, or of ``load`` after those there.
 
     Args:
         blocks: Elements of keys and of values that are rotated together; 0 for none.
         smoothing: Smoothing of keys; ``None`` if they are not smoothed.
         positions: Positions of the tokens; read if ``smoothing`` has an offset.
+        is_restored: Whether the transform is inverted.
     """
     if smoothing is None:
         return *blocks, *(None,) * 5
-    return *blocks, None if smoothing.offset is None else positions, *smoothing.numbers
+    factor, *arrays = smoothing.numbers
+    at = None if smoothing.offset is None else positions
+    return *blocks, at, smoothing.gain if is_restored else factor, *arrays
+
+
+def expect_restored(
+    slots: Tensor,
+    kv: KVView,
+    dtype: torch.dtype,
+    smoothing: KeySmoothing | None,
+    positions: Tensor | None,
+    blocks: tuple[int, int],
+) -> None:
+    """Check the transform of loaded keys and values; arguments and errors of ``ops.load``."""
+    if dtype not in FLOAT_DTYPES:
+        raise ShapeError(f"dtype must be one of {FLOAT_DTYPES} with smoothing or blocks, got {dtype}")
+    for block, side in zip(blocks, (kv.key, kv.value), strict=True):
+        if side is not None:
+            expect_block(block, side.head_dim)
+    if smoothing is None:
+        return
+    heads, head_dim = smoothing.gain.shape
+    if (heads, head_dim) != (kv.num_heads, kv.key.head_dim):
+        raise ShapeError(
+            f"smoothing must have {kv.num_heads} heads of {kv.key.head_dim} as kv, got {heads} of {head_dim}"
+        )
+    if smoothing.gain.device != kv.device:
+        raise ShapeError(f"smoothing must be on {kv.device} as kv, got {smoothing.gain.device}")
+    if smoothing.offset is not None:
+        _expect_positions(positions, tuple(slots.shape), kv.device)
 
 
 def _expect_positions(positions: Tensor | None, tokens: tuple[int, ...], device: torch.device) -> None:
@@ -243,6 +277,16 @@ def _expect_positions(positions: Tensor | None, tokens: tuple[int, ...], device:
         )
 
 
+def expect_block(block: int, head_dim: int) -> None:
+    """Raise ArgumentError unless ``block`` is 0, or a power of two of up to 1,024 that divides the dim."""
+    if type(block) is not int or not 0 <= block <= LARGEST:
+        block = expect_range("block", block, 0, LARGEST + 1)
+    if block and (block & (block - 1) or head_dim % block):
+        raise ArgumentError(
+            f"block must be 0, or a power of two that divides the head dim {head_dim}, got {block}"
+        )
+
+
 def in_rows(name: str, x: Tensor, block: int) -> Tensor:
     """``x`` without its gradient and with contiguous head vectors, which ``block`` must divide.
 
@@ -250,13 +294,7 @@ def in_rows(name: str, x: Tensor, block: int) -> Tensor:
         ArgumentError: ``block`` is neither 0 nor a power of two of up to 1,024 that divides them.
         OutOfMemory: there is no memory for a copy.
     """
-    head_dim = x.shape[-1]
-    if type(block) is not int or not 0 <= block <= LARGEST:
-        block = expect_range("block", block, 0, LARGEST + 1)
-    if block and (block & (block - 1) or head_dim % block):
-        raise ArgumentError(
-            f"block must be 0, or a power of two that divides the head dim {head_dim}, got {block}"
-        )
+    expect_block(block, x.shape[-1])
     x = detached(x)
     if x.stride(-1) == 1:
         return x

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.absorption import LatentSizes, is_faster_expanded
-from kvloom.caches.transform import Transform
+from kvloom.caches.transform import Transform, load_restored
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer
@@ -126,9 +126,8 @@ class Requests:
         outs, first = [], 0
         for b, at in enumerate(slots):
             row = self.common.block_table_tensor[b].long()
-            codes = ops.load(row[at // BLOCK] * BLOCK + at % BLOCK, self.view, dtype=torch.float32)
-            if self.transform is not None:
-                codes = self.transform.restored(*codes, None)
+            of_codes = row[at // BLOCK] * BLOCK + at % BLOCK
+            codes = load_restored(of_codes, self.view, torch.float32, self.transform)
             query = self.query[first : first + self.new[b]].double()
             behind = (at[-self.new[b] :, None] - at)[:, None]
             kept, was = (

@@ -6,7 +6,7 @@ G query heads and F coefficients of a positional bias, K cosines and K sines. Ca
 synchronization.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -94,6 +94,32 @@ def load(
     if num_repeat == 1:
         return key, value
     return key.repeat_interleave(num_repeat, dim=1), value.repeat_interleave(num_repeat, dim=1)
+
+
+def load_transformed(slots: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """``load``, and then ``restored``; arguments of ``load`` without ``num_repeat``, then of ``restored``."""
+    return restored(load(slots, *args[:5], 1), smooth, rotate, *args[5:])
+
+
+def restored(
+    loaded: tuple[Tensor, Tensor],
+    smooth: Callable[..., Tensor],
+    rotate: Callable[..., Tensor],
+    key_block: int,
+    value_block: int,
+    positions: Tensor | None,
+    factor: Tensor | None,
+    mean: Tensor | None,
+    channels: Tensor | None,
+    frequencies: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Invert ``transformed`` by these operators; ``factor`` is the inverse of the one there."""
+    key, value = loaded
+    if factor is not None:
+        key = smooth(key, positions, factor, mean, channels, frequencies, key_block, True)
+    elif key_block:
+        key = rotate(key, key_block)
+    return key, rotate(value, value_block) if value_block and value.shape[-1] else value
 
 
 def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor) -> None:
