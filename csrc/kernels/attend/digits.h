@@ -8,6 +8,7 @@
 
 #include "code_keys.h"
 #include "code_values.h"
+#include "panel.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -77,13 +78,40 @@ inline void add_products(__m512i& sums, __m512i unsigned_bytes, __m512i signed_b
 
 inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_copy<int32_t>(from)); }
 
-// R rows by two blocks of tokens. Codes become unsigned by their flipped sign bit.
-template <int R, bool is_int4>
+// Codes of a column as unsigned bytes, by their flipped sign bit: of int4 the even elements or the odd ones.
+template <bool is_int4>
+KVLOOM_INLINE __m512i unsigned_codes(__m512i codes, int half) {
+  const __m512i sign = _mm512_set1_epi32(static_cast<int>(is_int4 ? 0x88888888u : 0x80808080u));
+  const __m512i flipped = _mm512_xor_si512(codes, sign);
+  if (!is_int4) return flipped;
+  return _mm512_and_si512(_mm512_srli_epi32(flipped, static_cast<unsigned>(4 * half)),
+                          _mm512_set1_epi32(0x0f0f0f0f));
+}
+
+// Two blocks of keys as unsigned bytes, for many rows: of int4 each column becomes two.
+template <bool is_int4>
+struct UnsignedColumns {
+  void read(const Byte* const* blocks, const SideLayout& key, const BlockPrefetcher* prefetchers) {
+    for (Index at = 0; at < key.row_bytes * kBlock; at += kColumn)
+      for (int n = 0; n < 2; ++n) {
+        prefetchers[n].prefetch_line(at / 64);
+        const __m512i codes = _mm512_loadu_si512(blocks[n] + at);
+        KVLOOM_UNROLL(2)
+        for (int half = 0; half < kHalves; ++half)
+          _mm512_store_si512(block[n] + kHalves * at + half * kColumn, unsigned_codes<is_int4>(codes, half));
+      }
+  }
+
+  static constexpr int kHalves = is_int4 ? 2 : 1;
+  alignas(64) Byte block[2][kMaxHeadDim * kBlock];
+};
+
+// R rows by two blocks of tokens: of UnsignedColumns, or as they are stored.
+template <int R, bool is_int4, bool are_unsigned>
 inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, const Byte* packed,
                             const float* scales, float* scores, const BlockPrefetcher* prefetchers) {
+  constexpr int kHalves = is_int4 ? 2 : 1;
   const Index per_group = key.row_bytes / 4 / key.num_groups;
-  const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
-  const __m512i sign = _mm512_set1_epi32(static_cast<int>(is_int4 ? 0x88888888u : 0x80808080u));
   Index at = 0;
   const Byte* digits = packed + kPackedHead;
   for (Index g = 0; g < key.num_groups; ++g) {
@@ -94,17 +122,14 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
       low[r][0] = low[r][1] = broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * g);
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
-      prefetchers[0].prefetch_line(at / 64);
-      prefetchers[1].prefetch_line(at / 64);
-      const __m512i codes[2] = {_mm512_xor_si512(_mm512_loadu_si512(blocks[0] + at), sign),
-                                _mm512_xor_si512(_mm512_loadu_si512(blocks[1] + at), sign)};
+      if (!are_unsigned) prefetchers[0].prefetch_line(at / 64), prefetchers[1].prefetch_line(at / 64);
       KVLOOM_UNROLL(2)
-      for (int half = 0; half < (is_int4 ? 2 : 1); ++half) {  // of int4 the even elements, then the odd ones
-        __m512i x[2] = {codes[0], codes[1]};
-        if (is_int4) {
-          x[0] = _mm512_and_si512(_mm512_srli_epi32(x[0], static_cast<unsigned>(4 * half)), nibbles);
-          x[1] = _mm512_and_si512(_mm512_srli_epi32(x[1], static_cast<unsigned>(4 * half)), nibbles);
-        }
+      for (int half = 0; half < kHalves; ++half) {
+        __m512i x[2];
+        KVLOOM_UNROLL(2)
+        for (int n = 0; n < 2; ++n)
+          x[n] = are_unsigned ? _mm512_load_si512(blocks[n] + kHalves * at + half * kColumn)
+                              : unsigned_codes<is_int4>(_mm512_loadu_si512(blocks[n] + at), half);
         const Byte* from = digits + half * key.dim / 2;
         KVLOOM_UNROLL(4)
         for (int r = 0; r < R; ++r) {
@@ -141,11 +166,19 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
 
 template <bool is_int4>
 inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
+  UnsignedColumns<is_int4> columns;
+  const Byte* const both[2] = {columns.block[0], columns.block[1]};
   for_key_blocks(chunk, task.num_rows,
                  [&]<int R>(Index r, Index first, const Byte* const* blocks, const float* scales,
                             const BlockPrefetcher* prefetchers) {
-                   score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed_row(r), scales,
-                                               task.scores + r * kChunk + first, prefetchers);
+                   const SideLayout& key = *chunk.side;
+                   float* scores = task.scores + r * kChunk + first;
+                   if (task.num_rows < kManyRows)
+                     return score_digits_at<R, is_int4, false>(blocks, key, task.packed_row(r), scales,
+                                                               scores, prefetchers);
+                   if (r == 0) columns.read(blocks, key, prefetchers);
+                   score_digits_at<R, is_int4, true>(both, key, task.packed_row(r), scales, scores,
+                                                     prefetchers);
                  });
 }
 
@@ -216,10 +249,36 @@ inline __m512i signed_codes(__m512i nibbles, __m512i x) {
   return _mm512_sub_epi8(_mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(0x0f), x, kAndThenXor), x);
 }
 
-// R rows by V vectors of 16 bytes of one group, over all quads of the chunk.
-template <int R, bool is_int4, int V>
+// Values of int4 as bytes with the signs of their scales, for many rows: each 16 bytes of four tokens become
+// their even elements, then their odd ones.
+struct SignedValues {
+  void read(const ValueBlocks& values, const CodeSigns& signs, const RowPrefetcher& prefetcher) {
+    const Index row_bytes = values.side.row_bytes;
+    for (Index b = values.begin; b < values.end; ++b) {
+      const BlockPrefetcher block_prefetcher(prefetcher, values.chunk, b * kBlock);
+      Byte* to = block(row_bytes, b);
+      for (Index quad = 0, at = 0; quad < kBlock / 4; ++quad)
+        for (Index byte = 0; byte < row_bytes; byte += 16, at += 64) {
+          block_prefetcher.prefetch_line(at / 64);
+          const __m512i codes = _mm512_loadu_si512(values.block[b] + at);
+          const __m512i of_tokens =
+              broadcast_dword(signs.x[values.side.group_of_byte[byte]] + dword_offset(b, quad));
+          _mm512_store_si512(to + 2 * at, signed_codes(codes, of_tokens));
+          _mm512_store_si512(to + 2 * at + 64, signed_codes(_mm512_srli_epi32(codes, 4), of_tokens));
+        }
+    }
+  }
+
+  Byte* block(Index row_bytes, Index b) { return bytes + 2 * b * kBlock * row_bytes; }
+
+  alignas(64) Byte bytes[kChunk * kMaxHeadDim];
+};
+
+// R rows by V vectors of 16 bytes of one group, over all quads of the chunk; of `wide` values, if there are.
+template <int R, bool is_int4, int V, bool is_wide = false, bool prefetches = true>
 inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, const CodeSigns& signs,
-                       float* accumulators, Index width, Index byte, const RowPrefetcher& prefetcher) {
+                       float* accumulators, Index width, Index byte, const RowPrefetcher& prefetcher,
+                       SignedValues* wide = nullptr) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   constexpr Index kDigit = kMaxGroups * kChunk;
   const Index group = values.side.group_of_byte[byte];
@@ -240,7 +299,13 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, c
       __m512i x[N];
       KVLOOM_UNROLL(2)
       for (int v = 0; v < V; ++v) {
-        block_prefetcher.prefetch_line((at - values.block[b]) / 64 + v);
+        if constexpr (is_wide) {
+          const Byte* of_v = wide->block(values.side.row_bytes, b) + 2 * (at - values.block[b]) + 128 * v;
+          x[2 * v] = _mm512_load_si512(of_v);
+          x[2 * v + 1] = _mm512_load_si512(of_v + 64);
+          continue;
+        }
+        if (prefetches) block_prefetcher.prefetch_line((at - values.block[b]) / 64 + v);
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
         if constexpr (is_int4) {
           const __m512i of_tokens = broadcast_dword(sign);
@@ -298,12 +363,23 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   if constexpr (is_int4) signs.read(scales, value.num_groups);
   rescale_accumulators(task);
   chunk.prefetch_scales();
+  SignedValues wide;
+  const bool is_wide = is_int4 && task.num_rows >= kManyRows;
+  if (is_wide) wide.read(blocks, signs, chunk.prefetcher);
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
     const RowPrefetcher prefetcher = chunk.prefetcher.for_first_rows(first);
     float* accumulators = task.accumulators + first * task.width;
     constexpr int V = is_int4 ? 1 : 2;
     Index byte = 0;
+    if constexpr (is_int4)
+      for (; is_wide && byte < value.row_bytes; byte += 16)
+        add_digits<R, true, 1, true>(blocks, weights, signs, accumulators, task.width, byte, prefetcher,
+                                     &wide);
+    if constexpr (!is_int4)
+      for (; first > 0 && byte + 32 <= value.row_bytes; byte += 32)
+        add_digits<R, false, 2, false, false>(blocks, weights, signs, accumulators, task.width, byte,
+                                              prefetcher);
     for (; byte + 16 * V <= value.row_bytes; byte += 16 * V)
       add_digits<R, is_int4, V>(blocks, weights, signs, accumulators, task.width, byte, prefetcher);
     for (; byte < value.row_bytes; byte += 16)
