@@ -164,21 +164,28 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
   }
 }
 
+// In a function of its own: a decode step runs on a smaller stack, which stays in the first-level cache.
 template <bool is_int4>
-inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
+[[gnu::noinline]] void score_many_digits(const ChunkRows& chunk, const ScoreTask& task) {
   UnsignedColumns<is_int4> columns;
   const Byte* const both[2] = {columns.block[0], columns.block[1]};
   for_key_blocks(chunk, task.num_rows,
                  [&]<int R>(Index r, Index first, const Byte* const* blocks, const float* scales,
                             const BlockPrefetcher* prefetchers) {
-                   const SideLayout& key = *chunk.side;
-                   float* scores = task.scores + r * kChunk + first;
-                   if (task.num_rows < kManyRows)
-                     return score_digits_at<R, is_int4, false>(blocks, key, task.packed_row(r), scales,
-                                                               scores, prefetchers);
-                   if (r == 0) columns.read(blocks, key, prefetchers);
-                   score_digits_at<R, is_int4, true>(both, key, task.packed_row(r), scales, scores,
-                                                     prefetchers);
+                   if (r == 0) columns.read(blocks, *chunk.side, prefetchers);
+                   score_digits_at<R, is_int4, true>(both, *chunk.side, task.packed_row(r), scales,
+                                                     task.scores + r * kChunk + first, prefetchers);
+                 });
+}
+
+template <bool is_int4>
+inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
+  if (task.num_rows >= kManyRows) return score_many_digits<is_int4>(chunk, task);
+  for_key_blocks(chunk, task.num_rows,
+                 [&]<int R>(Index r, Index first, const Byte* const* blocks, const float* scales,
+                            const BlockPrefetcher* prefetchers) {
+                   score_digits_at<R, is_int4, false>(blocks, *chunk.side, task.packed_row(r), scales,
+                                                      task.scores + r * kChunk + first, prefetchers);
                  });
 }
 

@@ -89,7 +89,7 @@ inline Plan plan_of(const Move& move) {
                      (!plan.has_from_scale || is_one_run(plan.from_scale)) &&
                      (!plan.has_to_scale || is_one_run(plan.to_scale));
   if (plan.joins_slots && plan.is_head_major)
-    plan.tile = max(kTile, min(kLongTile, plan.from.head / plan.from.slots.stride()));
+    plan.tile = max(kTile, min(kLongTile, plan.from.head / max(1, plan.from.slots.stride())));
   return plan;
 }
 
