@@ -8,7 +8,7 @@ import pytest
 import torch
 from ops.cases import offset_of
 from ops.pools import ALL_AXES, FULL4, INT2, INT4, INT8, Kind, Pool, make_pool
-from ops.test_smoothing import HEADS, arrays_of, by_reference, keys, positions_of, smoothing_of
+from ops.test_smoothing import HEADS, by_reference, keys, positions_of, smoothing_of
 from ops.twins import SPECIAL, assert_twins, twins
 from oracles.bits import FLOATS, generator
 from oracles.pairs import in_turn, pairwise
@@ -18,6 +18,7 @@ from kvloom import KVView, ops
 from kvloom.core.layouts import CacheLayout
 from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import KeySmoothing, schemas
+from kvloom.ops.smoothing import transform_arguments
 from kvloom.quant import rotation
 from kvloom.quant.rotation import block_of
 
@@ -284,11 +285,9 @@ def test_the_kernel_itself_refuses_what_it_would_read_wrong(changed: dict[str, A
 def test_opcheck(pairs: int | None, block: int) -> None:
     kv, x = make_pool("B S H D", INT8, head_dim=16).view(), keys(5, 2, 16)
     scales = [torch.rand(t.shape).to(t.dtype) for t in kv.tensors[2:] if t is not None]
-    numbers: tuple[Tensor | None, ...] = (None,) * 5
-    if pairs is not None:
-        smoothing = smoothing_of(16, pairs, 2)
-        numbers = (torch.arange(5) if pairs else None, 1 / smoothing.gain, *arrays_of(smoothing))
-    given = x, x + 1, torch.tensor([5, -1, 0, 3, 7]), *kv.tensors[:2], *scales, False, block, block, *numbers
+    smoothing = None if pairs is None else smoothing_of(16, pairs, 2)
+    transform = transform_arguments((block, block), smoothing, torch.arange(5))
+    given = x, x + 1, torch.tensor([5, -1, 0, 3, 7]), *kv.tensors[:2], *scales, False, *transform
     torch.library.opcheck(schemas.store_transformed, given)
 
 

@@ -199,13 +199,11 @@ def load(
             raise ArgumentError("offset and num_repeat must be left out with smoothing or blocks")
         expect_restored(slots, kv, dtype, smoothing, positions, blocks)
     given = None if transform else expect_offset(offset, positions, slots, kv)
+    name, more = ("load.transformed", transform) if transform else ("load", (num_repeat,))
     try:
-        if transform:
-            key, value = run(backend, "load.transformed", kv.device, slots, *kv.tensors, dtype, *transform)
-            return key, value
         if given is not None:
             return load_with_offset(slots, kv, dtype, num_repeat, *given, backend)
-        key, value = run(backend, "load", kv.device, slots, *kv.tensors, dtype, num_repeat)
+        key, value = run(backend, name, kv.device, slots, *kv.tensors, dtype, *more)
     except (RuntimeError, MemoryError, ShapeError):  # of arguments that do not fit
         expect_loadable(slots.numel(), kv, dtype, num_repeat)
         raise

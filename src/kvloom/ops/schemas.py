@@ -87,11 +87,11 @@ def _store_transformed(key: Tensor, value: Tensor | None, slots: Tensor, *args: 
 LIB.impl("store.transformed", _store_transformed, "CompositeExplicitAutograd")
 
 
-def _load_transformed(slots: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Load with the kernel of the device, then invert the transform."""
-    loaded = torch.ops.kvloom.load.default(slots, *args[:5], 1)
-    own = torch.ops.kvloom.smooth.default, torch.ops.kvloom.rotate.default
-    return reference.restored(loaded, *own, *args[5:])
+def _load_transformed(slots: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """Load, then invert the transform, with the kernels of the device."""
+    key, value = torch.ops.kvloom.load.default(slots, *args[:5], 1)
+    operators = torch.ops.kvloom.smooth.default, torch.ops.kvloom.rotate.default
+    return reference.transformed(key, value, *args[5:], is_restored=True, operators=operators)
 
 
 LIB.impl("load.transformed", _load_transformed, "CompositeExplicitAutograd")
@@ -143,7 +143,7 @@ def _load_fake(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
     dtype: torch.dtype,
-    num_repeat: int,
+    num_repeat: int = 1,
 ) -> tuple[Tensor, Tensor]:
     heads = key_cache.shape[3] * num_repeat
     value_dim = 0 if value_cache is None else head_dim_of(value_cache, value_scale)
@@ -154,16 +154,8 @@ def _load_fake(
     return key, value
 
 
-def _load_transformed_fake(
-    slots: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    dtype: torch.dtype,
-    *rest: object,
-) -> tuple[Tensor, Tensor]:
-    return _load_fake(slots, key_cache, value_cache, key_scale, value_scale, dtype, 1)
+def _load_transformed_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _load_fake(*args[:6])
 
 
 def _attend_fake(

@@ -64,13 +64,23 @@ def transformed(
     mean: Tensor | None,
     channels: Tensor | None,
     frequencies: Tensor | None,
+    *,
+    is_restored: bool = False,
+    operators: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Smooth keys, if there is a factor; rotate keys and values, if their blocks are not 0."""
+    """Smooth keys, if there is a factor; rotate keys and values, if their blocks are not 0.
+
+    ``is_restored`` inverts this, with the inverse of the factor. ``operators`` smooth and rotate instead of
+    those of the reference.
+    """
+    own_smooth, own_rotate = operators or (smooth, rotate)
     if factor is not None:
-        key = smooth(key, positions, factor, mean, channels, frequencies, key_block, False)
+        key = own_smooth(key, positions, factor, mean, channels, frequencies, key_block, is_restored)
     elif key_block:
-        key = rotate(key, key_block)
-    return key, rotate(value, value_block) if value is not None and value_block else value
+        key = own_rotate(key, key_block)
+    if value is not None and value_block and value.shape[-1]:
+        value = own_rotate(value, value_block)
+    return key, value
 
 
 @by_sequence
@@ -96,30 +106,9 @@ def load(
     return key.repeat_interleave(num_repeat, dim=1), value.repeat_interleave(num_repeat, dim=1)
 
 
-def load_transformed(slots: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """``load``, and then ``restored``; arguments of ``load`` without ``num_repeat``, then of ``restored``."""
-    return restored(load(slots, *args[:5], 1), smooth, rotate, *args[5:])
-
-
-def restored(
-    loaded: tuple[Tensor, Tensor],
-    smooth: Callable[..., Tensor],
-    rotate: Callable[..., Tensor],
-    key_block: int,
-    value_block: int,
-    positions: Tensor | None,
-    factor: Tensor | None,
-    mean: Tensor | None,
-    channels: Tensor | None,
-    frequencies: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Invert ``transformed`` by these operators; ``factor`` is the inverse of the one there."""
-    key, value = loaded
-    if factor is not None:
-        key = smooth(key, positions, factor, mean, channels, frequencies, key_block, True)
-    elif key_block:
-        key = rotate(key, key_block)
-    return key, rotate(value, value_block) if value_block and value.shape[-1] else value
+def load_transformed(slots: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """``load``, then the inverse of ``transformed``; arguments of ``load`` but the last, then of that."""
+    return transformed(*load(slots, *args[:5], 1), *args[5:], is_restored=True)
 
 
 def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor) -> None:
