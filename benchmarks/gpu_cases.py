@@ -78,24 +78,24 @@ def cases(*, quick: bool) -> list[Case]:
     return decode + append + prefill + latents
 
 
-def prepare(case: Case, *, peers: bool = True) -> Work:
-    """Caches full of random numbers, and the calls."""
+def prepare(case: Case, *, peers: bool = True, cold: int = COLD) -> Work:
+    """Caches full of random numbers, of ``cold`` bytes or of one layer, and the calls."""
     match case.what:
         case "append":
-            return _append(case)
+            return _append(case, cold)
         case "latents":
-            return _latents(case)
+            return _latents(case, cold)
         case _:
-            return _attention(case, peers)
+            return _attention(case, peers, cold)
 
 
-def _caches(case: Case, tokens: int) -> tuple[list[KVView], int]:
-    """Enough caches to make memory cold, and the bytes that the tokens take in one."""
-    spec = KVSpec(1, HEADS, HEAD_DIM, torch.bfloat16, "2 B S H D", KINDS[case.kind])
+def _caches(case: Case, tokens: int, cold: int) -> tuple[list[KVView], int]:
+    """Caches of ``cold`` bytes, at least one, and the bytes that the tokens take in one."""
+    spec = KVSpec(1, HEADS, HEAD_DIM, torch.bfloat16, "2 B H S D", KINDS[case.kind])
     pool = -(-tokens // PAGE) * PAGE
     stored = spec.nbytes(pool, PAGE)
     views = []
-    for _ in range(max(1, COLD // stored)):
+    for _ in range(max(1, cold // stored)):
         views.append(KVView.joint(spec.axes, *_filled(spec, pool)))
     return views, stored
 
@@ -111,9 +111,9 @@ def _filled(spec: KVSpec, pool: int) -> tuple[Tensor, Tensor | None]:
     return cache, scale
 
 
-def _append(case: Case) -> Work:
+def _append(case: Case, cold: int) -> Work:
     tokens = case.batch
-    views, stored = _caches(case, max(tokens, 4096))
+    views, stored = _caches(case, max(tokens, 4096), cold)
     key, value = torch.randn(2, tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     slots = torch.randperm(views[0].num_slots, device="cuda")[:tokens]
     written = stored * tokens // views[0].num_slots
@@ -125,10 +125,10 @@ def _append(case: Case) -> Work:
     )
 
 
-def _attention(case: Case, peers: bool) -> Work:
+def _attention(case: Case, peers: bool, cold: int) -> Work:
     rows, context, ratio = case.batch, case.context, MODELS[case.model]
     new = 1 if case.what == "decode" else context
-    views, stored = _caches(case, rows * context)
+    views, stored = _caches(case, rows * context, cold)
     query = torch.randn(rows * new, HEADS * ratio, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     pages, batch = _batch(rows, new, context)
     contenders: dict[str, Call] = {"kvloom": lambda i: ops.attend(query, views[i], batch)}
@@ -146,14 +146,14 @@ def _batch(rows: int, new: int, context: int) -> tuple[Tensor, Batch]:
     return pages, Batch(CacheIndex.pages(pages * PAGE, PAGE), starts * new, starts * context)
 
 
-def _latents(case: Case) -> Work:
+def _latents(case: Case, cold: int) -> Work:
     """A decode step over latents and rope keys of one head."""
     rows, context, heads = case.batch, case.context, LATENTS[case.model]
     axes, tokens = CacheLayout("B S H D"), case.batch * case.context
     latent, rope = (KVSpec(1, 1, dim, torch.bfloat16, axes, KINDS[case.kind]) for dim in (RANK, ROPE))
     stored = sum(spec.nbytes(tokens, PAGE) for spec in (latent, rope))
     views = []
-    for _ in range(max(1, COLD // stored)):
+    for _ in range(max(1, cold // stored)):
         (key, key_scale), (value, value_scale) = _filled(latent, tokens), _filled(rope, tokens)
         views.append(KVView.split(axes, key, value, key_scale, value_scale))
     query = torch.randn(rows, heads, RANK + ROPE, dtype=torch.bfloat16, device="cuda")
@@ -187,8 +187,8 @@ def _paged_peers(case: Case, query: Tensor, new: int, views: list[KVView], pages
 
 
 def _sides(kv: KVView) -> tuple[Tensor, ...]:
-    """Keys and values."""
-    return tuple(side.cache for side in kv.sides)
+    """Keys and values ``[pages, H, PAGE, D]``."""
+    return tuple(side.cache[:, :, 0, :, 0].transpose(1, 2) for side in kv.sides)
 
 
 def _flex(case: Case, query: Tensor, new: int, views: list[KVView], pages: Tensor) -> Call:
@@ -210,11 +210,10 @@ def _flex(case: Case, query: Tensor, new: int, views: list[KVView], pages: Tenso
     attention: Any = torch.compile(flex_attention)
     q = query.view(case.batch, new, -1, HEAD_DIM).transpose(1, 2)
 
-    def side(x: Tensor) -> Tensor:
-        return x.reshape(1, pool, HEADS, HEAD_DIM).transpose(1, 2)
+    rows = [[x.transpose(0, 1).reshape(1, HEADS, pool, HEAD_DIM) for x in _sides(view)] for view in views]
 
     def call(i: int) -> Tensor:
-        keys, values = (side(x).expand(case.batch, -1, -1, -1) for x in _sides(views[i]))
+        keys, values = (x.expand(case.batch, -1, -1, -1) for x in rows[i])
         out: Tensor = attention(q, keys, values, block_mask=mask, enable_gqa=True)
         return out
 
@@ -230,13 +229,13 @@ def _flashinfer(case: Case, query: Tensor, new: int, views: list[KVView], pages:
     table = (starts * pages.shape[1], pages.flatten().int(), torch.full_like(starts[1:], PAGE))
     shape = (query.shape[1], HEADS, HEAD_DIM)
     if new == 1:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
         wrapper.plan(*table, *shape, PAGE, q_data_type=query.dtype, kv_data_type=query.dtype)
     else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         wrapper.plan(starts * new, *table, *shape, PAGE, causal=True, q_data_type=query.dtype)
 
     def call(i: int) -> object:
-        return wrapper.run(query, tuple(x.reshape(-1, PAGE, HEADS, HEAD_DIM) for x in _sides(views[i])))
+        return wrapper.run(query, _sides(views[i]))
 
     return call

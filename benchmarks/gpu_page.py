@@ -6,29 +6,36 @@ PEERS = ("sdpa", "flex_attention", "flashinfer")
 HEAD = ("model", "cache", "batch", "context", "us", "of copy bandwidth", "TFLOP/s", "bf16 / this", *PEERS)
 
 
-def page(result: dict[str, Any]) -> str:
+def page(results: list[dict[str, Any]]) -> str:
     """The page, in Markdown."""
-    checks = "; ".join(f"{name}: {said}" for name, said in result["checks"].items()) or "not run"
-    speed = f"{result['copy_gb_per_s']:,.1f} GB/s"
     lines = [
         "# Figures on a GPU",
         "",
-        f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}.",
-        f"It copies {speed}, read and written. Checks before: {checks}.",
-        "",
         "Made by `make bench-gpu`. Times are of CUDA graphs over memory that no cache holds. `bf16 / this`",
         "is the time of our own bf16 cache over that of the row; peers are their time over ours, above 1",
-        "where ours is shorter.",
+        "where ours is shorter. FlashInfer has a figure where it is installed.",
     ]
-    if not any(key.startswith("flashinfer") for row in result["rows"] for key in row):
-        lines += ["FlashInfer was not installed."]
+    for result in results:
+        lines += ["", *_of_device(result)]
+    return "\n".join(lines) + "\n"
+
+
+def _of_device(result: dict[str, Any]) -> list[str]:
+    checks = "; ".join(f"{name}: {said}" for name, said in result["checks"].items()) or "not run"
+    speed = f"{result['copy_gb_per_s']:,.1f} GB/s"
+    versions = f"torch {result['torch']}, triton {result['triton']}"
+    lines = [
+        f"## {result['device']}, {result['date']}",
+        "",
+        f"{versions}. It copies {speed}, read and written. Checks before: {checks}.",
+    ]
     for what in ("decode", "append", "prefill", "latents"):
         rows = [row for row in result["rows"] if row["what"] == what]
         if rows:
-            lines += ["", f"## {what}", "", _line(HEAD), _line(["---"] * len(HEAD))]
+            lines += ["", f"### {what}", "", _line(HEAD), _line(["---"] * len(HEAD))]
             lines += [_line(_cells(row, rows)) for row in rows]
             lines += [f"\n{name} did not run everywhere: {why}." for name, why in _failures(rows)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:

@@ -19,7 +19,7 @@ from gpu import seconds
 def candidates(is_split: bool) -> Iterator[tuple[int, ...]]:
     """Rows, tokens, warps, stages and programs worth a look."""
     if is_split:
-        yield from itertools.product((16,), (16, 32, 64), (1, 2, 4), (3, 5), (4, 8))
+        yield from itertools.product((8, 16), (16, 32), (1, 2), (3, 5), (6, 8))
     else:
         yield from itertools.product((64, 128), (32, 64), (4, 8), (2, 3), (1, 2))
 

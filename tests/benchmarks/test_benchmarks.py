@@ -1,5 +1,6 @@
 """Each benchmark runs on a small case, and what does not depend on a clock is as it says."""
 
+import json
 import os
 import re
 import runpy
@@ -301,9 +302,26 @@ def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> 
         "copy_gb_per_s": 4000.0,
         "checks": {},
     }
-    text = page({**about, "rows": rows})
+    text = page([{**about, "rows": rows}])
     assert "| m | bf16 | 8 | 512 | 40.0 | 87% | 12.3 | 1.00 | 1.50 |  |  |" in text
     assert "| m | int8 g64 | 8 | 512 | 20.0 | 87% | 12.3 | 2.00 |  |  |  |" in text
-    assert "## append" in text
+    assert "## d, 2026" in text
+    assert "### append" in text
     assert text.endswith("flashinfer did not run everywhere: no such page.\n")
-    assert "## prefill" not in text
+    assert "### prefill" not in text
+
+
+def test_figures_of_a_gpu_replace_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    kept = runpy.run_path(str(BENCHMARKS / "gpu.py"))["kept"]
+    path = tmp_path / "gpu_results.json"
+    row = {"what": "decode", "model": "m", "kind": "bf16", "batch": 8, "context": 512}
+    decode, append = {**row, "kvloom_us": 1}, {**row, "what": "append", "kvloom_us": 2}
+    first = {"device": "d", "rows": [decode, append]}
+    assert kept(path, first) == [first]
+    other = {"device": "e", "rows": [decode]}
+    path.write_text(json.dumps([first, other]))
+    again = {"device": "d", "rows": [{**row, "kvloom_us": 3}]}
+    assert kept(path, again) == [{"device": "d", "rows": [append]}, other, again]
+    both = {"device": "d", "rows": [decode, append]}
+    assert kept(path, both) == [other, both]

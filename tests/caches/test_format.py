@@ -101,8 +101,10 @@ def test_auto_keeps_short_groups_of_bfloat16_in_rows(group: int) -> None:
     assert page_layout("native", "key", form, 16, CPU) == NATIVE_KEYS
 
 
-def test_auto_keeps_rows_elsewhere() -> None:
-    assert page_layout("auto", "key", spec(), 16, torch.device("meta")).axes == "B S H D"
+@pytest.mark.parametrize("quant", [None, INT8], ids=["floats", "int8"])
+def test_auto_keeps_heads_apart_on_other_devices(quant: QuantSpec | None) -> None:
+    """Scales of adjacent tokens are read at once there."""
+    assert page_layout("auto", "key", spec(quant), 16, torch.device("meta")).axes == "B H S D"
 
 
 @pytest.mark.parametrize("quant", [None, INT8], ids=["floats", "int8"])

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, Scores
 from kvloom.core import checks
 from kvloom.ops import PositionalBias, alibi_slopes, api
-from kvloom.ops.impl.triton import attend, attend_latent, load, store
+from kvloom.ops.impl.triton import attend, attend_latent, attend_plan, load, store
 
 PAGE = 16
 KINDS = {"plain": None, "int8": QuantSpec(8, 64), "int4": QuantSpec(4, 64), "int8 g8": QuantSpec(8, 8),
@@ -102,6 +102,7 @@ def main() -> None:
     )
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
     compiled = compile_instead_of_launching()
+    attend.overlap = attend_plan.overlap = lambda device: {"OVERLAPS": True, "launch_pdl": True}
     checks.can_read = attend.can_read = load.can_read = store.can_read = lambda x: False
     for line in sys.stdin:
         compiled.clear()

@@ -40,6 +40,8 @@ CASES = {
     "positional bias int4": "--pairs 4 --kind int4",
     "positional bias of 17 pairs": "--pairs 17 --kind int8",
     "latents": "--latent --head-dim 512 --value-dim 64 --ratio 16",
+    "latents and wide rope keys": "--latent --head-dim 512 --value-dim 256 --ratio 128",
+    "latents of many heads": "--latent --head-dim 512 --value-dim 64 --ratio 128",
     "latents int4": "--latent --head-dim 256 --value-dim 64 --ratio 128 --kind int4",
     "a cache of one slot": "--slots 1",
     "split heads and blocks": "--layout B_(H_D/16)_S_D%16",

@@ -41,7 +41,8 @@ class CacheFormat:
             attention can read without a copy. ``"native"`` has codes in the order of integer dot products,
             and is HND for unquantized tokens. ``"auto"`` depends on the attention that reads the first
             tokens: rows if it reads gathered tensors; else, with compiled CPU kernels, native where possible
-            and faster, or HND; NHD without them.
+            and faster, or HND; HND on other devices, where scales of adjacent tokens are read at once; NHD
+            without kernels.
         recent: Length of the residual window: the last tokens, itself included, that each token attends to
             unquantized, in layers whose keys or values are codes. It attends to all others as codes. Such a
             layer keeps about ``recent`` tokens in the model's dtype, beside the codes of all.
@@ -217,11 +218,9 @@ def page_layout(
         raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {name!r}")
     if is_in_rows(name, is_gathered):
         return _HND
-    if name == "auto" and (device.type != "cpu" or ops.cpu_kernels() is None):
+    if name == "NHD" or (name == "auto" and device.type == "cpu" and ops.cpu_kernels() is None):
         return _NHD
-    if name == "NHD":
-        return _NHD
-    if name == "HND" or spec.quant is None:
+    if name == "HND" or spec.quant is None or (name == "auto" and device.type != "cpu"):
         return _HND
     if name == "auto" and spec.dtype == torch.bfloat16 and spec.group % _DIGITS_FROM:
         return _HND  # dequantized for products of bfloat16

@@ -28,7 +28,7 @@ from kvloom.ops.impl.triton.attend_tile import (
     attend_kernel,
 )
 from kvloom.ops.impl.triton.configs import Case, Config, config_for
-from kvloom.ops.impl.triton.launching import num_multiprocessors, on_device
+from kvloom.ops.impl.triton.launching import num_multiprocessors, on_device, overlap
 from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import describe
 from kvloom.ops.impl.triton.sides import SideViews
@@ -40,7 +40,7 @@ MAX_HEAD_DIM: Final = 256
 """Largest head dim: several tiles of keys and of values must fit in the memory of a multiprocessor."""
 
 LEAST_WIDTH: Final = 16
-"""Minimum number of elements of a product on tensor cores."""
+"""Minimum number of elements of a product on tensor cores; 8 along one axis, to which fewer rows go."""
 
 LEAST_SHARED_ROWS: Final = 64
 """Rows from which on products read keys from shared memory, where transposing them again is free."""
@@ -114,6 +114,7 @@ def launch_attend(
         _check_values(index, seqstarts, kvstarts, num_new, num_slots, mask, first_positioned)
     key, value = Side(key_cache, key_scale), Side(value_cache, value_scale)
     ropes, rope_form = _arguments(value, query.dtype) if is_latent else (None, None)
+    rope_dim = value.head_dim if is_latent else 0
     value = key if is_latent else value
     out_dtype = torch.float32 if is_part else query.dtype
     out = query.new_empty((num_new, query_heads, value.head_dim), dtype=out_dtype)
@@ -140,13 +141,13 @@ def launch_attend(
     keys, key_form = _arguments(key, query.dtype)
     width = triton.next_power_of_2(max(key.head_dim, value.head_dim))
     few, many = (
-        config_for(Case(is_split, query.itemsize, key.bits or value.bits, width, ratio))
+        config_for(Case(is_split, query.itemsize, key.bits or value.bits, width, ratio, rope_dim))
         for is_split in (True, False)
     )
     splits = most_splits(_most_stored(table, page_size, num_slots))
     rows = most_rows(num_new, sequences)
 
-    def launch(config: Config, is_split: bool) -> None:
+    def launch(config: Config, is_split: bool) -> int:
         few_rows = is_split and not is_latent  # values of latents are read by many heads
         values, value_form = _arguments(value, query.dtype, of_values=True, few_rows=few_rows)
         reads_once = is_latent and key.bits == 0 and config.rows >= LEAST_SHARED_ROWS
@@ -154,8 +155,8 @@ def launch_attend(
         is_wide = any(x.is_wide for form in forms for x in (form.cache, form.scale))
         form = Form(
             key_form, rope_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, pairs,
-            is_split, reads_once, config.rows, config.tokens, config.num_stages, is_wide,
-            LARGEST[query.dtype],
+            is_split, reads_once, 0 if config.rows < LEAST_WIDTH else 1, config.rows, config.tokens,
+            config.num_stages, is_wide, LARGEST[query.dtype],
         )  # fmt: skip
         attend_kernel[(config.programs * num_multiprocessors(query.device),)](
             Query(query, *query.stride()),
@@ -181,7 +182,9 @@ def launch_attend(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,
+            **overlap(query.device),
         )
+        return value_form.planes
 
     with on_device(query):
         plan = make_plan(lengths, sequences, num_new, ratio, splits, (few.rows, many.rows), query.device)
@@ -193,7 +196,7 @@ def launch_attend(
             top, weight_sum = query.new_empty((2, *shape), dtype=torch.float32)
             weighted = query.new_empty((*shape, out.shape[2]), dtype=torch.float32)
             partial = Partial(top, weight_sum, weighted)
-            launch(few, is_split=True)
+            planes = launch(few, is_split=True)
             merge_kernel[(rows, query_heads)](
                 partial,
                 plan,
@@ -204,8 +207,10 @@ def launch_attend(
                 splits,
                 DIM=out.shape[2],
                 WIDTH=_width(out.shape[2]),
-                num_warps=max(4, width // 64),
+                PLANES=planes,
+                num_warps=max(1, width // 128),
                 enable_fp_fusion=True,
+                **overlap(query.device),
             )
     return out, lse
 

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvloom.ops.impl.triton.launching import overlap, wait_for_earlier
+
 FEW: Final = 16
 """Number of new tokens up to which a sequence is split."""
 
@@ -107,7 +109,13 @@ def make_plan(
     parts = torch.empty(sum(aligned), dtype=torch.int32, device=device).split(aligned)
     plan = Plan(Items(*parts[:3]), Items(*parts[3:6]), *parts[6:])
     _plan_kernel[(sequences,)](
-        lengths, plan, RATIO=ratio, FEW_TILE=tile_rows[0], MANY_TILE=tile_rows[1], num_warps=4
+        lengths,
+        plan,
+        RATIO=ratio,
+        FEW_TILE=tile_rows[0],
+        MANY_TILE=tile_rows[1],
+        num_warps=4,
+        **overlap(device),
     )
     return plan
 
@@ -160,8 +168,16 @@ def _sizes(lengths, b, is_there, RATIO: tl.constexpr, FEW_TILE: tl.constexpr, MA
 
 
 @triton.jit
-def _plan_kernel(lengths, plan, RATIO: tl.constexpr, FEW_TILE: tl.constexpr, MANY_TILE: tl.constexpr):
+def _plan_kernel(
+    lengths,
+    plan,
+    RATIO: tl.constexpr,
+    FEW_TILE: tl.constexpr,
+    MANY_TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """Plan one sequence: sum the items of the sequences before it, then write its own."""
+    wait_for_earlier(OVERLAPS, True)
     b = tl.program_id(0)
     few_before = tl.full((), 0, tl.int32)
     many_before = tl.full((), 0, tl.int32)

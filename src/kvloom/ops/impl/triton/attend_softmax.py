@@ -6,7 +6,8 @@ group of keys multiplies scores, that of values multiplies weights.
 
 Shapes: M rows of a tile, N tokens of a tile. Stored elements of a head vector are read in chunks
 ``[N, width]``. If a byte has several codes, a chunk has one plane for each: for two codes the even and the
-odd numbers.
+odd numbers. T is the axis of tokens in scores: 1 for ``[M, N]``. If it is 0, all tiles are transposed, since
+tensor cores multiply 16 rows of the first factor by 8 columns of the second.
 """
 
 import triton
@@ -35,74 +36,79 @@ def online_softmax(
     PARTS: tl.constexpr = VALUE.parts
     ROWS: tl.constexpr = FORM.rows
     TOKENS: tl.constexpr = FORM.tokens
+    T: tl.constexpr = FORM.token_axis
+    R: tl.constexpr = 1 - T
     dtype: tl.constexpr = q[0].dtype
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight_sum = tl.full((ROWS,), 0.0, tl.float32)
     weighted = ()
     for _ in tl.static_range(PARTS):
-        weighted += (tl.full((ROWS, VALUE.width), 0.0, tl.float32),)
+        weighted += (tl.full((ROWS, VALUE.width) if T == 1 else (VALUE.width, ROWS), 0.0, tl.float32),)
     # CAREFUL is rare: it gets no registers for prefetched tiles.
     STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages
     for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
         token = start + tl.arange(0, TOKENS)
         slot = _slot_of(table, page_row, tl.minimum(tl.maximum(token, first_seen), end - 1), FORM)
 
-        scores, read = _products(q, keys, slot, head, KEY, FORM.largest)
+        scores, read = _products(q, keys, slot, head, KEY, T, FORM.largest)
         if ROPE is not None:
-            scores += _products(q_rope, ropes, slot, head, ROPE, FORM.largest)[0]
+            scores += _products(q_rope, ropes, slot, head, ROPE, T, FORM.largest)[0]
         if FORM.pairs > 0:
             scores += _positional_bias(bias, head, waves_at, first_position + token, FORM)
         scores = scores * scale
         if FORM.has_softcap:
             scores = softcap * _tanh(scores / softcap)
-        is_seen = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
+        is_seen = (along(token, T) >= along(low, R)) & (along(token, T) < along(high, R))
         if bias.mask is not None:
-            column = mask_at[:, None] + token[None, :].to(tl.int64) * bias.column
+            column = along(mask_at, R) + along(token, T).to(tl.int64) * bias.column
             scores += tl.load(bias.mask + column, mask=is_seen, other=0.0).to(tl.float32)
         if bias.alibi_slopes is not None:
-            scores += slopes[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
+            scores += along(slopes, R) * (along(token, T) - along(position, R)).to(tl.float32)
         scores = tl.where(is_seen, scores, float("-inf"))
 
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        new_top = tl.maximum(top, tl.max(scores, axis=T))
         rescale = exp_below(top, new_top)
-        weights = exp_below(scores, new_top[:, None])
-        weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
+        weights = exp_below(scores, along(new_top, R))
+        weight_sum = weight_sum * rescale + tl.sum(weights, axis=T)
         weighted = _add_values(
             weighted, rescale, weights, values, read if FORM.reads_once else (), slot, head, dtype, VALUE,
-            FORM.largest, CAREFUL,
+            T, FORM.largest, CAREFUL,
         )  # fmt: skip
         top = new_top
     return top, weight_sum, weighted
 
 
 @triton.jit
-def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
-    """Dot products ``[M, N]`` of the rows with the keys in ``slot``, and the stored chunks of these."""
+def _products(q, side, slot, head, FORM: tl.constexpr, T: tl.constexpr, LARGEST: tl.constexpr):
+    """Scores ``[M, N]``, dot products of rows and the keys in ``slot``, and the stored chunks of these."""
     CACHE: tl.constexpr = FORM.cache
     CHUNKS: tl.constexpr = FORM.chunks
     PLANES: tl.constexpr = FORM.planes
     WIDTH: tl.constexpr = FORM.width
     at = place_of_vector(side.cache, slot, head, CACHE)
-    scores = tl.zeros((q[0].shape[0], slot.shape[0]), tl.float32)
+    M: tl.constexpr = q[0].shape[1 - T]
+    N: tl.constexpr = slot.shape[0]
+    scores = tl.zeros((M, N) if T == 1 else (N, M), tl.float32)
     read = ()
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
-        is_in = (element < FORM.dim)[:, None]
-        stored = _stored(side, at[None, :], element[:, None], is_in, FORM)
+        element = along(element, 1 - T)
+        is_in = element < FORM.dim
+        stored = _stored(side, along(at, T), element, is_in, FORM)
         part = tl.zeros_like(scores)
         if FORM.bits == 0:
-            part = tl.dot(q[c], _cast(stored, q[0].dtype), part, input_precision="ieee")
+            part = _dot(q[c], _cast(stored, q[0].dtype), part, T)
         elif FORM.scaling == "products":
             for plane in tl.static_range(PLANES):
                 code = number_as(stored, plane, FORM.bits, q[0].dtype)
-                part = tl.dot(q[c * PLANES + plane], code, part, input_precision="ieee")
-            part *= _group_scale(side, slot, head, c, FORM)[None, :].to(tl.float32)
+                part = _dot(q[c * PLANES + plane], code, part, T)
+            part *= along(_group_scale(side, slot, head, c, FORM), T).to(tl.float32)
         else:
-            factor = _scales(side, slot[None, :], head, is_in, element[:, None], FORM)
+            factor = _scales(side, along(slot, T), head, is_in, element, FORM)
             for plane in tl.static_range(PLANES):
                 code = number_in(stored, plane, FORM.bits)
                 number = dequantized(code, factor, q[0].dtype, FORM.largest_scale, LARGEST)
-                part = tl.dot(q[c * PLANES + plane], number, part, input_precision="ieee")
+                part = _dot(q[c * PLANES + plane], number, part, T)
         scores += part
         read += (stored,)
     return scores, read
@@ -115,7 +121,10 @@ def _positional_bias(bias, head, waves_at, position, FORM: tl.constexpr):
     Angles are in units of 2^-64 turns, so that integers overflow exactly at whole turns.
     """
     PAIRS: tl.constexpr = FORM.pairs
-    found = tl.zeros((waves_at.shape[0], position.shape[0]), tl.float32)
+    T: tl.constexpr = FORM.token_axis
+    M: tl.constexpr = waves_at.shape[0]
+    N: tl.constexpr = position.shape[0]
+    found = tl.zeros((M, N) if T == 1 else (N, M), tl.float32)
     for i in tl.static_range(PAIRS):
         radians = tl.load(bias.frequencies + head * PAIRS + i).to(tl.float64)
         turns = radians * tl.full((), 0.15915494309189535, tl.float64)
@@ -126,8 +135,8 @@ def _positional_bias(bias, head, waves_at, position, FORM: tl.constexpr):
         at = bias.coefficients + waves_at + i * bias.of_wave
         of_cos = tl.load(at).to(tl.float32)
         of_sin = tl.load(at + PAIRS * bias.of_wave).to(tl.float32)
-        found += of_cos[:, None] * cos[None, :]
-        found += of_sin[:, None] * sin[None, :]
+        found += along(of_cos, 1 - T) * along(cos, T)
+        found += along(of_sin, 1 - T) * along(sin, T)
     return found
 
 
@@ -152,7 +161,7 @@ def _waves(angle, broken):
 @triton.jit
 def _add_values(
     weighted, rescale, weights, side, read, slot, head, dtype: tl.constexpr,
-    FORM: tl.constexpr, LARGEST: tl.constexpr, CAREFUL: tl.constexpr,
+    FORM: tl.constexpr, T: tl.constexpr, LARGEST: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Rescale the sums so far, and add the values in ``slot`` by their weights ``[M, N]``.
 
@@ -166,24 +175,25 @@ def _add_values(
     result = ()
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
-        is_in = (element < FORM.dim)[None, :]
+        element = along(element, T)
+        is_in = element < FORM.dim
         if len(read) > 0:
             stored = tl.trans(read[c])
         else:
-            stored = _stored(side, at[:, None], element[None, :], is_in, FORM)
+            stored = _stored(side, along(at, 1 - T), element, is_in, FORM)
         if FORM.scaling == "products":
             scale = _group_scale(side, slot, head, c, FORM)
-            factor = scale[:, None]
+            factor = along(scale, 1 - T)
         elif FORM.scaling == "numbers":
-            factor = _scales_of_groups(side, slot, head, element[None, :], FORM)
+            factor = _scales_of_groups(side, slot, head, element, FORM, T)
         elif FORM.scaling == "one by one":
-            factor = _scales(side, slot[:, None], head, is_in, element[None, :], FORM)
+            factor = _scales(side, along(slot, 1 - T), head, is_in, element, FORM)
         for plane in tl.static_range(PLANES):
             before = weighted[c * PLANES + plane]
             if FORM.scaling == "products" and not CAREFUL:
                 code = number_as(stored, plane, FORM.bits, dtype)
-                scaled = weights * scale[None, :].to(tl.float32)
-                after = tl.dot(scaled.to(dtype), code, before * rescale[:, None], input_precision="ieee")
+                scaled = weights * along(scale, T).to(tl.float32)
+                after = _dot(scaled.to(dtype), code, before * along(rescale, 1 - T), T)
             else:
                 if FORM.bits == 0:
                     number = _cast(stored, dtype)
@@ -195,15 +205,30 @@ def _add_values(
                 if CAREFUL:
                     nonfinite = ~is_finite(number.to(tl.float32))
                     number = tl.where(nonfinite, 0.0, number.to(tl.float32)).to(dtype)
-                    kept = tl.where(rescale[:, None] == 0, 0.0, before * rescale[:, None])
-                    after = tl.dot(weights.to(dtype), number, kept, input_precision="ieee")
-                    sees = tl.dot((weights != 0).to(tl.float16), nonfinite.to(tl.float16)) > 0
+                    rescaled = before * along(rescale, 1 - T)
+                    kept = tl.where(along(rescale, 1 - T) == 0, 0.0, rescaled)
+                    after = _dot(weights.to(dtype), number, kept, T)
+                    sees = _dot((weights != 0).to(tl.float16), nonfinite.to(tl.float16), None, T) > 0
                     after = tl.where(sees, float("nan"), after)
                 else:
-                    after = tl.dot(
-                        weights.to(number.dtype), number, before * rescale[:, None], input_precision="ieee"
-                    )
+                    after = _dot(weights.to(number.dtype), number, before * along(rescale, 1 - T), T)
             result += (after,)
+    return result
+
+
+@triton.jit
+def along(x, AXIS: tl.constexpr):
+    """Vector as a tile of one row or column, ``x`` along ``AXIS``."""
+    return x[:, None] if AXIS == 0 else x[None, :]
+
+
+@triton.jit
+def _dot(rows, tokens, acc, T: tl.constexpr):
+    """``acc`` plus the product of a tile of rows with one of tokens, transposed if tokens come first."""
+    if T == 1:
+        result = tl.dot(rows, tokens, acc, input_precision="ieee")
+    else:
+        result = tl.dot(tokens, rows, acc, input_precision="ieee")
     return result
 
 
@@ -284,11 +309,12 @@ def _group_scale(side, slot, head, group: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _scales_of_groups(side, slot, head, element, FORM: tl.constexpr):
+def _scales_of_groups(side, slot, head, element, FORM: tl.constexpr, T: tl.constexpr):
     """Scale ``[N, width]`` of each stored element; that of each group is read once."""
-    factor = _group_scale(side, slot, head, 0, FORM)[:, None]
+    factor = along(_group_scale(side, slot, head, 0, FORM), 1 - T)
     for g in tl.static_range(1, FORM.dim // FORM.group):
-        factor = tl.where(element < g * FORM.group, factor, _group_scale(side, slot, head, g, FORM)[:, None])
+        next_factor = along(_group_scale(side, slot, head, g, FORM), 1 - T)
+        factor = tl.where(element < g * FORM.group, factor, next_factor)
     return factor
 
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from kvloom.ops.impl.triton.attend_plan import runs_of, sequence_lengths
-from kvloom.ops.impl.triton.attend_softmax import exp_below, online_softmax
+from kvloom.ops.impl.triton.attend_softmax import along, exp_below, online_softmax
+from kvloom.ops.impl.triton.launching import wait_for_earlier
 from kvloom.ops.impl.triton.numerics import is_finite
 from kvloom.ops.impl.triton.places import Shape
 
@@ -105,6 +106,7 @@ class Form:
     pairs: int  # K, 0 without a positional bias
     is_split: bool
     reads_once: bool  # whether values are the keys of their tile, transposed
+    token_axis: int  # of tokens in tiles of scores, and of elements in those of values; rows have the other
     rows: int  # M
     tokens: int  # N
     stages: int  # number of tiles of tokens in flight
@@ -134,8 +136,10 @@ def attend_kernel(
     mask_head,
     mask_row,
     FORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Compute every n-th item of all heads, for n programs; heads, adjacent in memory, run together."""
+    wait_for_earlier(OVERLAPS, not FORM.is_split)
     KEY: tl.constexpr = FORM.key_side
     ROPE: tl.constexpr = FORM.rope_side
     VALUE: tl.constexpr = FORM.value_side
@@ -177,11 +181,11 @@ def attend_kernel(
         low, high = tl.minimum(low, end).to(tl.int32), high.to(tl.int32)
 
         rows_at = query.data + (first_new + new) * query.token + query_head * query.head
-        q = _query_parts(query, rows_at, is_there, KEY)
+        q = _query_parts(query, rows_at, is_there, KEY, FORM.token_axis)
         q_rope = ()
         if ROPE is not None:
             behind = rows_at + KEY.dim * KEY.planes * query.element
-            q_rope = _query_parts(query, behind, is_there, ROPE)
+            q_rope = _query_parts(query, behind, is_there, ROPE, FORM.token_axis)
         page_row = _page_row(table, table_row, b)
         mask_at, slopes = _bias_of_rows(
             bias, mask_head, mask_row, lengths, b, first_new + new, query_head, is_there
@@ -210,7 +214,7 @@ def attend_kernel(
             at = (partial_row * query_heads + query_head) * splits + split
             tl.store(partial.top + at, top, mask=is_there)
             tl.store(partial.weight_sum + at, weight_sum, mask=is_there)
-            _write(partial.weighted, at, weighted, is_there, VALUE)
+            _write(partial.weighted, at, weighted, is_there, VALUE, FORM.token_axis, BY_PLANE=True)
         else:
             if bias.sinks is not None:
                 sink = tl.load(bias.sinks + query_head, mask=is_there, other=0.0).to(tl.float32)
@@ -220,7 +224,9 @@ def attend_kernel(
                 top, weight_sum, weighted = _with_prior(joint, at, top, weight_sum, weighted, is_there, VALUE)
             if joint.lse is not None:
                 tl.store(joint.lse + at, top + tl.log(weight_sum), mask=is_there)
-            _write(out, at, normalized(weighted, weight_sum), is_there, VALUE)
+            _write(
+                out, at, normalized(weighted, weight_sum), is_there, VALUE, FORM.token_axis, BY_PLANE=False
+            )
 
 
 @triton.jit
@@ -272,7 +278,7 @@ def _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM: tl.con
 
 
 @triton.jit
-def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
+def _query_parts(query, rows_at, is_there, FORM: tl.constexpr, T: tl.constexpr):
     """Query rows ``[M, width]`` in the order of the keys: chunk by chunk, plane by plane."""
     parts = ()
     PARTS: tl.constexpr = FORM.parts
@@ -280,10 +286,9 @@ def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
     for i in tl.static_range(PARTS):
         element = i // FORM.planes * WIDTH + tl.arange(0, WIDTH)
         number = element * FORM.planes + i % FORM.planes
-        is_in = is_there[:, None] & (element < FORM.dim)[None, :]
-        parts += (
-            tl.load(rows_at[:, None] + number[None, :].to(tl.int64) * query.element, mask=is_in, other=0.0),
-        )
+        is_in = along(is_there, 1 - T) & along(element < FORM.dim, T)
+        at = along(rows_at, 1 - T) + along(number, T).to(tl.int64) * query.element
+        parts += (tl.load(at, mask=is_in, other=0.0),)
     return parts
 
 
@@ -317,15 +322,20 @@ def _first_position(bias, b):
 
 
 @triton.jit
-def _write(target, at, parts, is_there, FORM: tl.constexpr):
-    """Write results ``[M, Dv]``, in the order of the values, to rows ``at`` of ``target``."""
+def _write(target, at, parts, is_there, FORM: tl.constexpr, T: tl.constexpr, BY_PLANE: tl.constexpr):
+    """Write results ``[M, Dv]`` to rows ``at`` of ``target``, in the order of the values or plane by plane.
+
+    Plane by plane, adjacent threads write adjacent numbers.
+    """
     dim = FORM.dim * FORM.planes
     PARTS: tl.constexpr = FORM.parts
     WIDTH: tl.constexpr = FORM.width
     for i in tl.static_range(PARTS):
         element = i // FORM.planes * WIDTH + tl.arange(0, WIDTH)
-        number = element * FORM.planes + i % FORM.planes
-        is_in = is_there[:, None] & (element < FORM.dim)[None, :]
-        tl.store(
-            target + at[:, None] * dim + number[None, :], parts[i].to(target.dtype.element_ty), mask=is_in
-        )
+        if BY_PLANE:
+            number = i % FORM.planes * FORM.dim + element
+        else:
+            number = element * FORM.planes + i % FORM.planes
+        is_in = along(is_there, 1 - T) & along(element < FORM.dim, T)
+        place = target + along(at, 1 - T) * dim + along(number, T)
+        tl.store(place, parts[i].to(target.dtype.element_ty), mask=is_in)

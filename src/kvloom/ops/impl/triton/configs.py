@@ -15,7 +15,7 @@ class Config(NamedTuple):
     """Launch configuration of one path of attention.
 
     Attributes:
-        rows: Query rows of a tile, a power of two, at least 16.
+        rows: Query rows of a tile, a power of two, at least 8. Tiles of 8 rows are transposed.
         tokens: Stored tokens of a tile, a power of two from 16 to ``attend_plan.RUN_UNIT``.
         num_warps: Warps of a program.
         num_stages: Number of tiles of tokens in flight.
@@ -38,6 +38,7 @@ class Case(NamedTuple):
         bits: Bits of a code of the keys, 0 without scales.
         head_dim: Smallest power of two of at least both head dims; for latents without their rope keys.
         ratio: Query heads for each key/value head.
+        rope_dim: Head dim of the rope keys of latents, 0 without.
     """
 
     is_split: bool
@@ -45,6 +46,7 @@ class Case(NamedTuple):
     bits: int
     head_dim: int
     ratio: int
+    rope_dim: int = 0
 
 
 Tuned = Mapping[Case, Config]
@@ -72,10 +74,17 @@ def pinned(case: Case) -> Config:
         while rows < min(case.ratio, MAX_SPLIT_ROWS):
             rows *= 2
         if case.head_dim > 256:  # latents: sums of 64 rows need half of all registers
-            return Config(rows, 32, 4 if rows == 16 else 8, 3, 2 if rows == 16 else 1)
+            if rows == 16:
+                return Config(16, 32, 4, 3, 2)
+            # Twice as many tokens fit beside DeepSeek's rope keys.
+            has_room = rows == 64 and case.bits == 0 and case.rope_dim <= 64
+            return Config(rows, 64 if has_room else 32, 8, 3, 1)
         if rows > 16 or is_wide or case.bits == 2:
             return Config(rows, 32 if is_wide else 64, 4, 2 if is_wide else 3, 4)
-        return Config(16, 32, 1, 5 if case.bits else 3, 8)  # one warp waits for no other
+        # One warp waits for no other.
+        if case.ratio > 8:
+            return Config(16, 32, 1, 5 if case.bits else 3, 8)
+        return Config(8, 32, 1, 5, 8 if case.bits or case.head_dim <= 64 else 6)
     if case.head_dim > 256:
         return Config(64, 32, 8, 3, 1)
     if is_wide or case.bits == 2:
