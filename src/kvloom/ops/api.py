@@ -36,7 +36,7 @@ from kvloom.ops.expect import (
     loaded_bytes,
 )
 from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
-from kvloom.ops.plain import COMPILED, store_plain
+from kvloom.ops.plain import COMPILED, load_plain, store_plain
 from kvloom.ops.scores import CAUSAL, Batch, Scores
 from kvloom.ops.smoothing import KeySmoothing, expect_restored, in_rows, transform_arguments
 
@@ -180,6 +180,11 @@ def load(
         ShapeError, ArgumentError: as ``store``; a negative slot is an error here, and so is a transform with
             ``offset`` or ``num_repeat``.
     """
+    transform = _transform(smoothing, positions, blocks, is_restored=True)
+    is_plain = type(num_repeat) is int and num_repeat == 1 and offset is None
+    if backend in COMPILED and is_plain and (positions is None or transform):
+        if (loaded := load_plain(slots, kv, dtype, transform)) is not None:
+            return loaded
     if isinstance(slots, Tensor) and slots.ndim == 2:
         expect("slots", slots, "B N", dtype=INDEX_DTYPES, device=kv.device)
         slots = slots.contiguous()
@@ -193,7 +198,6 @@ def load(
         expect_dtype("dtype of the loaded value", dtype, kv.value)
     if num_repeat > 1 and not torch.compiler.is_compiling():
         loaded_bytes(slots.numel(), kv, dtype, num_repeat)
-    transform = _transform(smoothing, positions, blocks, is_restored=True)
     if transform:
         if offset is not None or num_repeat != 1:
             raise ArgumentError("offset and num_repeat must be left out with smoothing or blocks")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.checks import DEBUG
+from kvloom.core.memory import refused_memory
 from kvloom.core.views import KVView
 from kvloom.ops import schemas
 from kvloom.ops.impl import cpu
@@ -70,3 +71,38 @@ def store_plain(
         return False  # nothing was written; the checks in Python have the better message
     kv.mark_changed()
     return True
+
+
+def load_plain(
+    slots: Tensor, kv: KVView, dtype: torch.dtype | None, transform: tuple[Any, ...] = ()
+) -> tuple[Tensor, Tensor] | None:
+    """Load, if the compiled kernel alone can make all checks of ``ops.load``.
+
+    Args:
+        slots: As of ``ops.load``.
+        kv: The same.
+        dtype: The same.
+        transform: Last arguments of ``kvloom::load.transformed``; empty for no transform.
+
+    Returns:
+        Keys and values; ``None`` if ``ops.load`` must be called, which loads them or raises.
+
+    Raises:
+        OutOfMemory: there is no memory for them.
+    """
+    if dtype is None or slots is None or not kv.is_writable or any(dtype not in x.dtypes for x in kv.sides):
+        return None
+    if not is_plain((slots, kv.key.cache, *transform[2:4])) or not slots.is_contiguous():
+        return None
+    try:
+        if transform:
+            key, value = schemas.load_transformed(slots, *kv.tensors, dtype, *transform)
+        else:
+            key, value = schemas.load(slots, *kv.tensors, dtype, 1)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, IndexError, RuntimeError, ArithmeticError, MemoryError) as error:
+        if (refused := refused_memory("what load allocates", error)) is not None:
+            raise refused from None
+        return None  # the checks in Python have the better message
+    return key, value
