@@ -126,10 +126,11 @@ def test_every_allocation_of_a_cache_can_fail(name: str, options: dict[str, Any]
         is_ring = "static" in options and name == "Gemma2"  # holds no more than 32 tokens behind the window
         world.forward(1, 20 if is_ring else 50, 7)
         world.run.step(lambda: world.caches[1].crop(-3))
-        world.forward(1, 1, 8)
+        for seed in range(8, 24):
+            world.forward(1, 1, seed)
         return world.run
 
-    assert every_failure(program) > 60 // STRIDE
+    assert every_failure(program) > 100 // STRIDE
 
 
 @pytest.mark.parametrize("error", [OutOfPages, torch.OutOfMemoryError])
@@ -221,10 +222,10 @@ def test_every_allocation_of_a_pool_can_fail() -> None:
             run.step(lambda: pool.commit(cache, prompt))
             return start
 
-        assert (ask(tokens[:, :14]), ask(tokens[:, :20])) == (0, 12)
+        assert [ask(tokens[:, :length]) for length in (14, 20, 27, 27)] == [0, 12, 20, 24]
         return run
 
-    assert every_failure(program) > 12 // STRIDE
+    assert every_failure(program) > 20 // STRIDE
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])

@@ -216,11 +216,11 @@ def page_layout(
     """
     if name not in PAGE_LAYOUTS:
         raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {name!r}")
-    if is_in_rows(name, is_gathered):
+    if is_in_rows(name, is_gathered) or (name == "auto" and device.type != "cpu"):
         return _HND
-    if name == "NHD" or (name == "auto" and device.type == "cpu" and ops.cpu_kernels() is None):
+    if name == "NHD" or (name == "auto" and ops.cpu_kernels() is None):
         return _NHD
-    if name == "HND" or spec.quant is None or (name == "auto" and device.type != "cpu"):
+    if name == "HND" or spec.quant is None:
         return _HND
     if name == "auto" and spec.dtype == torch.bfloat16 and spec.group % _DIGITS_FROM:
         return _HND  # dequantized for products of bfloat16

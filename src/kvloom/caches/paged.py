@@ -80,10 +80,15 @@ class PagedLayer(Layer):
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens, as ``Layer.update``."""
+        num_positions = self.sequences.num_positions
         tokens = self._append_at_once(key, value)
         if tokens is None:
             return super().update(key, value)
-        result = tokens.gather(key.dtype)
+        try:
+            result = tokens.gather(key.dtype)
+        except BaseException:
+            self.sequences.take_back(self.sequences.size, num_positions)
+            raise
         self.num_tokens += key.shape[2]
         return result
 
@@ -155,8 +160,7 @@ class PagedLayer(Layer):
         """Make room, call ``store`` and return its result; if it raises, the room is released."""
         storage, sequences = self.storage, self.sequences
         if storage is None:
-            format = self.format
-            storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
+            storage = Storage.of(self.format, key, value, self.format.page_size, is_gathered=is_gathered)
         residual, exact = sequences.residual, self._residual_storage
         if residual is not None and exact is None and storage.has_codes:
             exact = Storage.of(residual.format, key, value, residual.format.page_size)
@@ -183,8 +187,7 @@ class PagedLayer(Layer):
         if sequences.previous is not None and end > start:
             source, visible = self._store_beyond_window(key, value, storage, sequences)
         else:
-            first = start - self._num_visible
-            source, visible = storage, sequences.place(first, end, storage, end - start)
+            source, visible = storage, sequences.place(start - self._num_visible, end, storage, end - start)
             step = sequences.begin(start, end, storage, visible)
             storage.store(key, value, step.slots, step.positions)
         residual = sequences.residual
@@ -199,8 +202,7 @@ class PagedLayer(Layer):
             residual.is_exact = [*residual.previous.is_exact] or residual.is_exact
             newest, columns = self._store_beyond_window(key, value, exact, residual)
             return Exact(Tokens(newest.view, columns), self.sequences.format.recent, known)
-        first = max(start - (residual.window or 0) + 1, 0)
-        columns = residual.place(first, end, exact, end - start)
+        columns = residual.place(max(start - (residual.window or 0) + 1, 0), end, exact, end - start)
         return self._store_exact(exact, key, value, residual.begin(start, end, exact, columns))
 
     def _store_exact(self, exact: Storage, key: Tensor, value: Tensor, step: Step) -> Exact:
@@ -210,8 +212,7 @@ class PagedLayer(Layer):
         kept = value if exact.has_values else None
         if not store_plain(key, kept, step.slots, exact.view, full_range=False):
             exact.store(key, value, step.slots)
-        num_newest = self.sequences.pages.format.recent
-        return Exact(Tokens(exact.view, step.visible), num_newest, step.known)
+        return Exact(Tokens(exact.view, step.visible), self.sequences.pages.format.recent, step.known)
 
     def _store_and_gather(
         self, storage: Storage, exact: Storage | None, key: Tensor, value: Tensor

@@ -47,20 +47,12 @@ class Exact:
 
     def put_into(self, codes: tuple[Tensor, Tensor]) -> None:
         """Overwrite their columns in dequantized keys and values ``[B, H, N, D]``."""
-        known = None
-        if self.known is not None or self.column is not None:
-            column = torch.arange(self.tokens.index.num_columns, device=codes[0].device)
-            if self.known is not None:
-                known = (column >= self.known.unsqueeze(1))[:, None, :, None]
+        before = self.before(codes[0].shape[2])
+        column = torch.arange(self.tokens.index.num_columns, device=codes[0].device)
+        where = slice(before, None) if isinstance(before, int) else before + column
+        known = None if self.known is None else (column >= self.known.unsqueeze(1))[:, None, :, None]
         for whole, exact in zip(codes, self.tokens.gather(codes[0].dtype), strict=True):
-            if self.column is None:
-                last = whole[:, :, whole.shape[2] - exact.shape[2] :]
-                last.copy_(exact if known is None else torch.where(known, exact, last))
-                continue
-            where = self.column + column
-            if known is not None:
-                exact = torch.where(known, exact, whole.index_select(2, where))
-            whole.index_copy_(2, where, exact)
+            whole[:, :, where] = exact if known is None else torch.where(known, exact, whole[:, :, where])
 
     def mask(self, mask: Tensor) -> Tensor:
         """Part of a mask ``[..., N]`` of one sequence that is for the stored tokens of these columns."""

@@ -15,7 +15,7 @@ class Config(NamedTuple):
     """Launch configuration of one path of attention.
 
     Attributes:
-        rows: Query rows of a tile, a power of two, at least 8. Tiles of 8 rows are transposed.
+        rows: Query rows of a tile, a power of two, at least 16; or 8 for few new tokens, in transposed tiles.
         tokens: Stored tokens of a tile, a power of two from 16 to ``attend_plan.RUN_UNIT``.
         num_warps: Warps of a program.
         num_stages: Number of tiles of tokens in flight.
