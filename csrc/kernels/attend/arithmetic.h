@@ -24,19 +24,25 @@ inline Vec multiply_add(Vec x, Vec y, Vec z) {
 inline Vec multiply_add(Vec x, float y, Vec z) { return multiply_add(x, splat(y), z); }
 inline Vec multiply_add(Vec x, Vec y, float z) { return multiply_add(x, y, splat(z)); }
 
-// e^x to about one unit in the last place; 0 far below the smallest normal number, 1 at 0, NaN for NaN.
+// e^x: 0 far below the smallest normal number, 1 at 0, NaN for NaN. For x <= 0 it is within 2^-23 of e^x.
 inline Vec exp(Vec x) {
 #if defined(__AVX512F__)
-  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), as<__m512>(x));
-  const __m512 power_of_two = _mm512_roundscale_ps(bounded * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
-  const Vec n = as<Vec>(power_of_two), y = as<Vec>(bounded);
+  // 2^t by its fraction in [0, 1), of which the polynomial is within 2e-9 and exact at 0.
+  const __m512 t = as<__m512>(x * 1.44269504f);
+  const Vec f = as<Vec>(_mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF));  // of an infinity: 0
+  Vec p = splat(2.161292537e-4f);
+  p = multiply_add(p, f, 1.246784274e-3f);
+  p = multiply_add(p, f, 9.675452065e-3f);
+  p = multiply_add(p, f, 5.548528031e-2f);
+  p = multiply_add(p, f, 2.402293056e-1f);
+  p = multiply_add(p, f, 6.931470444e-1f);
+  p = multiply_add(p, f, 1.0f);
+  return as<Vec>(_mm512_scalef_ps(as<__m512>(p), t));  // 2^floor(t) times that
 #else
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
   const Vec bounded = x < splat(-88.0f) ? splat(-88.0f) : x > splat(88.0f) ? splat(88.0f) : x;
   const Vec n = (bounded * 1.44269504f + round) - round;
-  const Vec y = bounded;
-#endif
-  const Vec f = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, y));
+  const Vec f = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, bounded));
   Vec p = splat(1.9875691500e-4f);
   p = multiply_add(p, f, 1.3981999507e-3f);
   p = multiply_add(p, f, 8.3334519073e-3f);
@@ -44,9 +50,6 @@ inline Vec exp(Vec x) {
   p = multiply_add(p, f, 1.6666665459e-1f);
   p = multiply_add(p, f, 5.0000001201e-1f);
   p = multiply_add(p, f * f, f + 1.0f);
-#if defined(__AVX512F__)
-  return as<Vec>(_mm512_scalef_ps(as<__m512>(p), power_of_two));
-#else
   const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
   const Vec power = p * as<Vec>(exponent);
   return x < splat(-87.3f) ? Vec{} : power;

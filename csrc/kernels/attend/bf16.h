@@ -114,8 +114,9 @@ class ValuePanel {
     for (Index pair = begin_; pair < end_; ++pair)
       for (Index d = 0; d < width; d += 32) {
         const TokenPairs x(values[2 * pair] + 2 * d, values[2 * pair + 1] + 2 * d);
-        _mm512_store_si512(pairs_[pair] + d, deinterleaved(x.lower, x.upper, false));
-        _mm512_store_si512(pairs_[pair] + d + 16, deinterleaved(x.lower, x.upper, true));
+        uint32_t* to = pairs_[d / 64][pair] + d % 64;
+        _mm512_store_si512(to, deinterleaved(x.lower, x.upper, false));
+        _mm512_store_si512(to + 16, deinterleaved(x.lower, x.upper, true));
       }
   }
 
@@ -128,7 +129,7 @@ class ValuePanel {
     for (Index pair = begin_; pair < end_; ++pair) {
       __m512bh x[4];
       KVLOOM_UNROLL(4)
-      for (int n = 0; n < 4; ++n) x[n] = as<__m512bh>(_mm512_load_si512(pairs_[pair] + d + 16 * n));
+      for (int n = 0; n < 4; ++n) x[n] = as<__m512bh>(_mm512_load_si512(pairs_[d / 64][pair] + 16 * n));
       KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r) {
         KVLOOM_UNROLL(4)
@@ -145,7 +146,7 @@ class ValuePanel {
 
  private:
   Index begin_, end_;
-  alignas(64) uint32_t pairs_[kChunk / 2][kMaxHeadDim];
+  alignas(64) uint32_t pairs_[kMaxHeadDim / 64][kChunk / 2][64];  // by 64 elements
 };
 
 // Adds the tokens [begin, end) of a chunk.

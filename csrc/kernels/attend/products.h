@@ -123,10 +123,14 @@ inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Ro
                                    first + t, scores + t);
     });
   }
-  if (has_many)
+  if (!has_many) return;
+  constexpr Index kScored = KeyPanel<Scores>::kScored, kShares = kChunk / kScored;
+  for (Index i = 0; i < kShares; ++i)
     for_rows(task.num_rows, [&]<int R>(Index r) {
-      prefetcher.prefetch_share(r, r + R, task.num_rows, chunk.side->row_bytes);
-      panel.template score<R, W>(Scores::query(task) + r * query_bytes, width, task.scores + r * kChunk);
+      const Index share = i * task.num_rows + r;
+      prefetcher.prefetch_share(share, share + R, kShares * task.num_rows, chunk.side->row_bytes);
+      panel.template score<R, W>(Scores::query(task) + r * query_bytes, width, i * kScored,
+                                 task.scores + r * kChunk);
     });
 }
 
@@ -192,10 +196,8 @@ template <class T>
 inline void value_block(const ValueTask& task, const Byte* const* values, const RowPrefetcher& prefetcher,
                         Index first, Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
-  const bool has_many = task.num_rows >= kManyRows;
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    if (has_many) prefetcher.prefetch_share(r, r + R, task.num_rows, task.width * sizeof(T));
-    const RowPrefetcher row_prefetcher = has_many ? RowPrefetcher() : prefetcher.for_first_rows(r);
+    const RowPrefetcher row_prefetcher = prefetcher.for_first_rows(r);
     const float* weights = task.weights + r * kChunk + first;
     float* accumulators = task.accumulators + r * task.width;
     Index d = 0;
@@ -206,9 +208,41 @@ inline void value_block(const ValueTask& task, const Byte* const* values, const 
   });
 }
 
+// The same for many rows, N vectors of d at a time: rows of a page may be so far apart that they would take
+// the place of each other in the first-level cache.
+template <class T, int N>
+inline void add_columns(const ValueTask& task, const Byte* const* values, Index begin, Index end, Index d) {
+  alignas(64) float copy[kChunk][N * kLanes];
+  const Byte* rows[kChunk];
+  for (Index t = begin; t < end; ++t) {
+    KVLOOM_UNROLL(4)
+    for (int n = 0; n < N; ++n) store(copy[t] + n * kLanes, load_as<T>(values[t], d + n * kLanes));
+    rows[t] = reinterpret_cast<const Byte*>(copy[t]);
+  }
+  for_rows(task.num_rows, [&]<int R>(Index r) {
+    add_values<float, R, N>(task.weights + r * kChunk, rows, RowPrefetcher(), 0, begin, end,
+                            task.accumulators + r * task.width + d, task.width, 0);
+  });
+}
+
+template <class T>
+[[gnu::noinline]] void add_many_values(const ValueTask& task, const Byte* const* values,
+                                       const RowPrefetcher& prefetcher, Index begin, Index end) {
+  constexpr Index N = kLanes == 16 ? 4 : 2;
+  Index d = 0;
+  for (; d < task.width; d += N * kLanes) {
+    prefetcher.prefetch_share(d, min(d + N * kLanes, task.width), task.width, task.width * sizeof(T));
+    if (d + N * kLanes > task.width) break;
+    add_columns<T, N>(task, values, begin, end, d);
+  }
+  for (; d < task.width; d += kLanes) add_columns<T, 1>(task, values, begin, end, d);
+}
+
 template <class T>
 inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
   rescale_accumulators(task);
+  if (task.num_rows >= kManyRows)
+    return add_many_values<T>(task, chunk.row, chunk.prefetcher, chunk.begin, chunk.end);
   value_block<T>(task, chunk.row, chunk.prefetcher, 0, chunk.begin, chunk.end);
 }
 

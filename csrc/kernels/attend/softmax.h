@@ -53,14 +53,6 @@ inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index firs
                          float* scores) {
   const Index begin = max(row.visible.begin - first, 0), end = min(row.visible.end - first, kCount);
   Vec lane_max = splat(-INFINITY);
-  if (begin == 0 && end == kCount && args.softcap <= 0.0f && !args.mask.data && !args.alibi_slopes.data) {
-    for (Index i = 0; i < kCount; i += kLanes) {
-      const Vec x = load(scores + i) * args.scale;
-      store(scores + i, x);
-      lane_max = maximum(x, lane_max);
-    }
-    return lane_max;
-  }
   const IntVec lanes = lane_numbers();
   alignas(64) float mask[kCount];
   if (args.mask.data) {
@@ -87,6 +79,19 @@ inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index firs
   return lane_max;
 }
 
+// Whether all that the dot products of a chunk need is to be scaled, which keeps their order.
+inline bool are_only_scaled(const AttendArgs& args, const ScoreRow& row, Index first) {
+  return row.visible.begin <= first && row.visible.end >= first + kChunk && args.softcap <= 0.0f &&
+         !args.mask.data && !args.alibi_slopes.data && args.scale > 0.0f && args.scale < INFINITY;
+}
+
+// The largest of each lane.
+inline Vec largest_scores(const float* scores) {
+  Vec largest = splat(-INFINITY);
+  for (Index i = 0; i < kChunk; i += kLanes) largest = maximum(load(scores + i), largest);
+  return largest;
+}
+
 // Computes weights from the dot products of R rows from `first_row` on, in place; hidden tokens get exactly
 // 0. Earlier accumulators must be multiplied by `factors`. Each step is done for all rows before the next
 // one: rows are independent, steps are not. Lane r of what is one number of each row is row r's.
@@ -99,8 +104,14 @@ inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index f
   const auto store_rows = [](float* to, Vec x) { std::memcpy(to, &x, R * sizeof(float)); };
   float *max = softmax.max + first_row, *sum = softmax.sum + first_row;
   Vec lane_max[R], lane_sum[R];
+  float scale[R];
   KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r) lane_max[r] = adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
+  for (int r = 0; r < R; ++r) {
+    const bool is_later = are_only_scaled(args, rows[r], first);  // when they are read again
+    scale[r] = is_later ? args.scale : 1.0f;
+    lane_max[r] = is_later ? largest_scores(scores + r * kChunk) * args.scale
+                           : adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
+  }
   const Vec old_max = load(max), old_sum = load(sum);
   const Vec new_max = maximum(by_row(max_rows<R>(lane_max)), old_max), finite = finite_max(new_max);
   const Vec change = old_sum == splat(0.0f) ? Vec{} : finite_max(old_max) - finite;
@@ -112,7 +123,7 @@ inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index f
     lane_sum[r] = Vec{};
     KVLOOM_UNROLL(4)
     for (Index i = r * kChunk; i < (r + 1) * kChunk; i += kLanes) {
-      const Vec weight = exp(load(scores + i) - subtracted[r]);
+      const Vec weight = exp(load(scores + i) * scale[r] - subtracted[r]);
       store(scores + i, weight);
       lane_sum[r] += weight;
     }
