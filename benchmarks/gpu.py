@@ -133,7 +133,11 @@ def main() -> None:
         "--out", type=Path, default=HERE, help="folder of gpu_results.json and gpu_results.md"
     )
     args = parser.parse_args()
-    cases = [x for x in gpu_cases.cases(quick=args.quick) if not args.what or x.what in args.what]
+    cases = gpu_cases.cases(quick=args.quick)
+    measured = {case.what for case in cases}
+    if unknown := set(args.what) - measured:
+        parser.error(f"expected what is measured, some of {sorted(measured)}, got {sorted(unknown)}")
+    cases = [case for case in cases if not args.what or case.what in args.what]
     result: dict[str, Any] = {"figure": "gpu"}
     if args.list:
         result["cases"] = [case._asdict() for case in cases]

@@ -276,6 +276,16 @@ def test_gpu_lists_what_it_would_measure(quick: Callable[..., Any]) -> None:
     kinds = ("bf16", "int8 g64", "int4 g64")
     expected = {(what, kind) for what in ("decode", "append", "prefill") for kind in kinds}
     assert {(x["what"], x["kind"]) for x in cases} == expected | {("latents", "bf16")}
+    assert {x["what"] for x in quick("gpu", "--list", "append", "latents")["cases"]} == {"append", "latents"}
+
+
+def test_gpu_measures_nothing_that_it_does_not_know(
+    quick: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        quick("gpu", "--list", "append", "decod")
+    expected = "expected what is measured, some of ['append', 'decode', 'latents', 'prefill'], got ['decod']"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
