@@ -24,32 +24,38 @@ inline Vec multiply_add(Vec x, Vec y, Vec z) {
 inline Vec multiply_add(Vec x, float y, Vec z) { return multiply_add(x, splat(y), z); }
 inline Vec multiply_add(Vec x, Vec y, float z) { return multiply_add(x, y, splat(z)); }
 
+// A polynomial by its coefficients, that of the highest power first.
+template <int kCount>
+KVLOOM_INLINE Vec polynomial(const float (&coefficients)[kCount], Vec x) {
+  Vec p = splat(coefficients[0]);
+  KVLOOM_UNROLL(8)
+  for (int i = 1; i < kCount; ++i) p = multiply_add(p, x, coefficients[i]);
+  return p;
+}
+
 // e^x: 0 far below the smallest normal number, 1 at 0, NaN for NaN. For x <= 0 it is within 2^-23 of e^x.
 inline Vec exp(Vec x) {
 #if defined(__AVX512F__)
   // 2^t by its fraction in [0, 1), of which the polynomial is within 2e-9 and exact at 0.
   const __m512 t = as<__m512>(x * 1.44269504f);
   const Vec f = as<Vec>(_mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF));  // of an infinity: 0
-  Vec p = splat(2.161292537e-4f);
-  p = multiply_add(p, f, 1.246784274e-3f);
-  p = multiply_add(p, f, 9.675452065e-3f);
-  p = multiply_add(p, f, 5.548528031e-2f);
-  p = multiply_add(p, f, 2.402293056e-1f);
-  p = multiply_add(p, f, 6.931470444e-1f);
-  p = multiply_add(p, f, 1.0f);
+  constexpr float coefficients[] = {2.161292537e-4f,
+                                    1.246784274e-3f,
+                                    9.675452065e-3f,
+                                    5.548528031e-2f,
+                                    2.402293056e-1f,
+                                    6.931470444e-1f,
+                                    1.0f};
+  const Vec p = polynomial(coefficients, f);
   return as<Vec>(_mm512_scalef_ps(as<__m512>(p), t));  // 2^floor(t) times that
 #else
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
   const Vec bounded = x < splat(-88.0f) ? splat(-88.0f) : x > splat(88.0f) ? splat(88.0f) : x;
   const Vec n = (bounded * 1.44269504f + round) - round;
   const Vec f = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, bounded));
-  Vec p = splat(1.9875691500e-4f);
-  p = multiply_add(p, f, 1.3981999507e-3f);
-  p = multiply_add(p, f, 8.3334519073e-3f);
-  p = multiply_add(p, f, 4.1665795894e-2f);
-  p = multiply_add(p, f, 1.6666665459e-1f);
-  p = multiply_add(p, f, 5.0000001201e-1f);
-  p = multiply_add(p, f * f, f + 1.0f);
+  constexpr float coefficients[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                    4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  const Vec p = multiply_add(polynomial(coefficients, f), f * f, f + 1.0f);
   const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
   const Vec power = p * as<Vec>(exponent);
   return x < splat(-87.3f) ? Vec{} : power;

@@ -191,20 +191,27 @@ inline void rescale_accumulators(const ValueTask& task) {
   }
 }
 
+// Calls kernel.template operator()<N>(d) for runs of N vectors of d, those that add_values takes at once and
+// then single ones.
+template <class Kernel>
+inline void for_columns(Index width, Kernel kernel) {
+  constexpr int N = kLanes == 16 ? 4 : 2;
+  Index d = 0;
+  for (; d + N * kLanes <= width; d += N * kLanes) kernel.template operator()<N>(d);
+  for (; d < width; d += kLanes) kernel.template operator()<1>(d);
+}
+
 // Adds the tokens [begin, end) of rows that begin at token `first` of the chunk.
 template <class T>
 inline void value_block(const ValueTask& task, const Byte* const* values, const RowPrefetcher& prefetcher,
                         Index first, Index begin, Index end) {
-  constexpr int N = kLanes == 16 ? 4 : 2;
   for_rows(task.num_rows, [&]<int R>(Index r) {
     const RowPrefetcher row_prefetcher = prefetcher.for_first_rows(r);
     const float* weights = task.weights + r * kChunk + first;
     float* accumulators = task.accumulators + r * task.width;
-    Index d = 0;
-    for (; d + N * kLanes <= task.width; d += N * kLanes)
+    for_columns(task.width, [&]<int N>(Index d) {
       add_values<T, R, N>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
-    for (; d < task.width; d += kLanes)
-      add_values<T, R, 1>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
+    });
   });
 }
 
@@ -228,14 +235,10 @@ inline void add_columns(const ValueTask& task, const Byte* const* values, Index 
 template <class T>
 [[gnu::noinline]] void add_many_values(const ValueTask& task, const Byte* const* values,
                                        const RowPrefetcher& prefetcher, Index begin, Index end) {
-  constexpr Index N = kLanes == 16 ? 4 : 2;
-  Index d = 0;
-  for (; d < task.width; d += N * kLanes) {
-    prefetcher.prefetch_share(d, min(d + N * kLanes, task.width), task.width, task.width * sizeof(T));
-    if (d + N * kLanes > task.width) break;
+  for_columns(task.width, [&]<int N>(Index d) {
+    prefetcher.prefetch_share(d, d + N * kLanes, task.width, task.width * sizeof(T));
     add_columns<T, N>(task, values, begin, end, d);
-  }
-  for (; d < task.width; d += kLanes) add_columns<T, 1>(task, values, begin, end, d);
+  });
 }
 
 template <class T>
