@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from browsers import NEEDS_BROWSER, opened, screenshots, wait
 from oracles.serving import PROMPT, Served, served
 
+from kvloom.serving import dashboard
 from kvloom.serving.dashboard import page, runs_of
 
 
@@ -26,35 +28,58 @@ def server() -> Iterator[Served]:
 def busy(server: Served) -> Iterator[Served]:
     """A server with six long answers: four of one key share their prefix, and one of another has its own.
 
-    Each is asked for again when it ends, as a machine may be too slow for a test to see six of one length.
+    Each look at its state lets it compute a step, so that none ends while a test looks, on any machine.
     """
-    stop = threading.Event()
+    manager, looked, stop = server.session.manager, threading.Event(), threading.Event()
+    step, state_of = manager._generation_step, dashboard.state_of
 
     def ask(number: int) -> None:
-        with server.client("secret" if number < 4 else "other") as client:
-            while not stop.is_set():
-                stream = client.completions.create(
-                    model="bundled",
-                    prompt=(f"# {time.time_ns()}\n" if number == 5 else "") + PROMPT * 3,
-                    max_tokens=1800,
-                    temperature=2,
-                    seed=number,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for _ in stream:
-                    if stop.is_set():
-                        stream.close()
-                        return
+        with (
+            server.client("secret" if number < 4 else "other") as client,
+            client.completions.create(
+                model="bundled",
+                prompt=(f"# {time.time_ns()}\n" if number == 5 else "") + PROMPT * 3,
+                max_tokens=1800,
+                temperature=2,
+                seed=number,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            ) as stream,
+        ):
+            for _ in stream:
+                if stop.is_set():
+                    return
 
-    clients = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
-    for thread in clients:
-        thread.start()
-    server.until(running=6)
-    yield server
-    stop.set()
-    for thread in clients:
-        thread.join()
+    def compute() -> None:
+        looked.wait()
+        looked.clear()
+        step()
+
+    def look(*args: Any) -> dict[str, Any]:
+        looked.set()
+        return state_of(*args)
+
+    def begin(*numbers: int) -> None:
+        asked.extend(pool.submit(ask, number) for number in numbers)
+        while server.session.report().running < len(asked):
+            assert not any(x.done() for x in asked)
+            looked.set()
+            time.sleep(0.005)
+
+    asked: list[Future[None]] = []
+    with ThreadPoolExecutor(6) as pool:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(manager, "_generation_step", compute)
+                patch.setattr(dashboard, "state_of", look)
+                begin(0)
+                begin(*range(1, 6))  # whose prefix there is now
+                yield server
+        finally:
+            stop.set()
+            looked.set()  # for the step that waits
+    for x in asked:
+        x.result()
     server.until(running=0, active=0)
 
 
