@@ -198,7 +198,7 @@ void store_sides(const Tensor& key, const MaybeTensor& value, const Tensor& slot
     for (int m = 0; m < args.num_moves; ++m) {
       const View &x = moves[from].from, &codes = moves[m].to, &scale = moves[m].to_scale;
       require(!extents_meet(x, codes) && (scale.data == nullptr || !extents_meet(x, scale)),
-              "new tokens must lie before or behind the cache");
+              "new tokens must lie before or after the cache");
     }
   }
   args.to_slots = to.get();

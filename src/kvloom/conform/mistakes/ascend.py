@@ -56,7 +56,7 @@ def _kept_for_dropped(call: Call) -> Call | None:
 MISTAKES: Final = (
     by_numbers("first tokens kept", "Alibi keeps the last tokens, these are the first ones", ascend,
                pieces=_pieces("first")),
-    by_numbers("tail read from token 0", "tokens behind the window are read from the front of the sequence",
+    by_numbers("tail read from token 0", "tokens after the window are read from the front of the sequence",
                ascend, pieces=_pieces("tail from 0")),
     by_numbers("mean left out", "Rope writes the mean of the window between its parts", ascend,
                pieces=_pieces("no mean")),

@@ -116,6 +116,6 @@ MISTAKES: Final[tuple[Mistake, ...]] = (
     Mistake("keys not updated", "only the values were written", _not_updated_side("key")),
     Mistake("values not updated", "only the keys were written", _not_updated_side("value")),
     Mistake("cache cleared", "what the call does not write is 0, it must stay as it was", _cleared),
-    Mistake("tail zeroed", "slots behind the last token are 0, they must stay as they were",
+    Mistake("tail zeroed", "slots after the last token are 0, they must stay as they were",
                _tail_zeroed),
 )  # fmt: skip

@@ -167,9 +167,9 @@ MISTAKES: Final = (
     Mistake("pieces transposed", "element d is at [d // x, d % x]", _piece_transposed),
     Mistake("values as rows", "values are [blocks, H, D, slots], not [blocks, H, slots, D]",
                _values_as_rows),
-    by_call("positions ignored", "tokens are written behind those of their request as they come",
+    by_call("positions ignored", "tokens are written after those of their request as they come",
             _in_order(False)),
-    by_call("positions ignored", "tokens are taken request by request and written behind those of each",
+    by_call("positions ignored", "tokens are taken request by request and written after those of each",
             _in_order(True)),
     by_call("one source for all", "every block is a copy of the source of the first pair",
             changed("block_mapping", _one_source)),
@@ -182,5 +182,5 @@ MISTAKES: Final = (
     Mistake("circular write stops at the end", "positions wrap around at the end of the row", _clamped),
     by_call("static as dynamic", "static storage is returned whole", _filled_only),
     Mistake("history not returned", "only the new tokens are returned", _new_only),
-    Mistake("new tokens first", "new tokens come behind the old ones", _new_first),
+    Mistake("new tokens first", "new tokens come after the old ones", _new_first),
 )  # fmt: skip
