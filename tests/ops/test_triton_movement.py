@@ -92,12 +92,13 @@ def test_codes_of_every_group(
         quantize_both(x.to(dtype), QuantSpec(bits, group, scale_dtype, full_range=full_range))
 
 
-@pytest.mark.parametrize("scale_dtype", FLOATS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@OF_QUANT
+@pytest.mark.parametrize(
+    ("quant", "dtype", "scale_dtype"), pairwise(QUANTS, [torch.float16, torch.bfloat16], FLOATS), ids=str
+)
 def test_every_16_bit_pattern_as_the_largest_of_its_group(
-    bits: int, full_range: bool, dtype: torch.dtype, scale_dtype: torch.dtype
+    quant: tuple[int, bool], dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
+    bits, full_range = quant
     pattern = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     parts = torch.linspace(-1, 1, 8).to(torch.float32)
     x = (pattern.float().unsqueeze(1) * parts).to(dtype)
