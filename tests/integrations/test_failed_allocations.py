@@ -225,7 +225,7 @@ def test_every_allocation_of_a_pool_can_fail() -> None:
         assert [ask(tokens[:, :length]) for length in (14, 20, 27, 27)] == [0, 12, 20, 24]
         return run
 
-    assert every_failure(program) >= 12 // STRIDE  # each of 12 updates makes a tensor
+    assert every_failure(program) >= max(12 // STRIDE, 6)  # each of 12 updates makes a tensor
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])

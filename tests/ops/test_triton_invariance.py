@@ -14,6 +14,7 @@ from ops.kernels import DEVICE, attend
 from ops.native import native
 from ops.pools import ALL_AXES, PLAIN, Kind
 from oracles.bits import assert_same_bits
+from oracles.pairs import in_turn
 
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
@@ -86,8 +87,8 @@ def test_pages_and_spellings_have_the_same_bits(kind: Kind) -> None:
         case = large_case(kind, **short, page_size=page_size, block_size=block_size)
         assert_same_bits(attend(case), expected, f"pages of {page_size}")
     case = large_case(kind, **short, contiguous=True, page_size=4)
-    for i, spelling in enumerate(("offset", "pages", "blocks", "slots", "tokens"), KINDS.index(kind)):
-        dtype = (torch.int64, torch.int32)[i % 2]  # every second kind has the other one
+    dtypes = [torch.int64, torch.int32][:: 1 if KINDS.index(kind) % 2 else -1]  # kinds take turns
+    for spelling, dtype in in_turn(["offset", "pages", "blocks", "slots", "tokens"], dtypes):
         got = attend(case, spelling=spelling, dtype=dtype, padding=-1)
         assert_same_bits(got, expected, f"{spelling} {dtype}")
 

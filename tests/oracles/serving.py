@@ -116,6 +116,19 @@ def running(models: list[Model], settings: Settings) -> Iterator[int]:
             thread.join()
 
 
+@contextmanager
+def paced(session: Session, wait: Callable[[], object]) -> Iterator[None]:
+    """Each step of a session first calls ``wait``; a step may still wait when the ``with`` block is left."""
+    step = session.manager._generation_step
+
+    def compute() -> None:
+        wait()
+        step()
+
+    with mock.patch.object(session.manager, "_generation_step", compute):
+        yield
+
+
 SAYS = r"kvloom: .+ at (https?://127\.0\.0\.1:\d+/v1)\n"
 """The line of a server that has begun."""
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from browsers import NEEDS_BROWSER, opened, screenshots, wait
-from oracles.serving import PROMPT, Served, served
+from oracles.serving import PROMPT, Served, paced, served
 
 from kvloom.serving import dashboard
-from kvloom.serving.dashboard import page, runs_of
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,7 @@ def busy(server: Served) -> Iterator[Served]:
 
     Each look at its state lets it compute a step, so that none ends while a test looks, on any machine.
     """
-    manager, looked, stop = server.session.manager, threading.Event(), threading.Event()
-    step, state_of = manager._generation_step, dashboard.state_of
+    looked, stop, state_of = threading.Event(), threading.Event(), dashboard.state_of
 
     def ask(number: int) -> None:
         with (
@@ -50,10 +49,9 @@ def busy(server: Served) -> Iterator[Served]:
                 if stop.is_set():
                     return
 
-    def compute() -> None:
+    def wait_for_look() -> None:
         looked.wait()
         looked.clear()
-        step()
 
     def look(*args: Any) -> dict[str, Any]:
         looked.set()
@@ -69,11 +67,9 @@ def busy(server: Served) -> Iterator[Served]:
     asked: list[Future[None]] = []
     with ThreadPoolExecutor(6) as pool:
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(manager, "_generation_step", compute)
-                patch.setattr(dashboard, "state_of", look)
+            with paced(server.session, wait_for_look), mock.patch.object(dashboard, "state_of", look):
                 begin(0)
-                begin(*range(1, 6))  # whose prefix there is now
+                begin(*range(1, 6))  # of which three find its prefix
                 yield server
         finally:
             stop.set()
@@ -95,7 +91,7 @@ def browser(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
-    text = page()
+    text = dashboard.page()
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert server.send("GET", "/dashboard", key="secret") == (200, text.encode())
 
@@ -131,7 +127,7 @@ def test_the_state_has_pages_and_reasons_and_no_text_and_no_salt(busy: Served) -
 def test_each_page_of_a_request_has_a_reason(
     num_prompt: int, num_found: int, num_tokens: int, runs: list[tuple[str, int, int]]
 ) -> None:
-    assert runs_of(num_prompt, num_found, num_tokens, 16) == runs
+    assert dashboard.runs_of(num_prompt, num_found, num_tokens, 16) == runs
 
 
 @NEEDS_BROWSER

@@ -18,7 +18,7 @@ from typing import Any
 
 import openai
 import pytest
-from oracles.serving import PROMPT, Served, served
+from oracles.serving import PROMPT, Served, paced, served
 
 from kvloom.serving import server as server_module
 from kvloom.serving.replies import EventStream
@@ -209,14 +209,8 @@ def test_a_method_that_there_is_not_says_which_there_are(server: Served) -> None
 @contextmanager
 def only_steps(session: Session, count: int) -> Iterator[None]:
     """Let the session compute so many steps, and others behind the ``with`` block."""
-    step, left = session.manager._generation_step, threading.Semaphore(count)
-
-    def compute() -> None:
-        left.acquire()
-        step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session.manager, "_generation_step", compute)
+    left = threading.Semaphore(count)
+    with paced(session, left.acquire):
         yield
     left.release()  # of the step that waits
 
