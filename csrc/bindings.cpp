@@ -153,7 +153,7 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
     alignas(kLine) Byte small[kSmallScratch];
     Byte* scratch = small;
     if (large) scratch = aligned_up(large.get()) + taken.fetch_add(1) % pieces * scratch_bytes;
-    kernels().move(args, begin, end, scratch);
+    kernels().movement->move(args, begin, end, scratch);
   };
   if (is_parallel) {
     torch::stable::parallel_for(0, count, grain, work);  // once in each thread

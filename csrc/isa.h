@@ -5,9 +5,11 @@
 
 #include "kernels.h"
 #include "kernels/attend/run.h"
+#ifndef KVLOOM_MOVEMENT
 #include "kernels/move/move.h"
 #include "kernels/move/rotate.h"
 #include "kernels/move/smooth.h"
+#endif
 
 #define KVLOOM_JOIN_(a, b) a##b
 #define KVLOOM_JOIN(a, b) KVLOOM_JOIN_(a, b)
@@ -20,12 +22,20 @@
 
 namespace kvloom {
 
-extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
-const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
-    .name = KVLOOM_NAME,
+#ifndef KVLOOM_MOVEMENT  // that of another unit
+#define KVLOOM_MOVEMENT KVLOOM_JOIN(movement_, KVLOOM_ISA)
+extern const Movement KVLOOM_MOVEMENT;
+const Movement KVLOOM_MOVEMENT = {
     .move = KVLOOM_ISA::rows::move,
     .rotate = KVLOOM_ISA::rotate,
     .smooth = KVLOOM_ISA::smooth,
+};
+#endif
+
+extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
+const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
+    .name = KVLOOM_NAME,
+    .movement = &KVLOOM_MOVEMENT,
     .attend_supports = KVLOOM_ISA::attend_supports,
     .attend_in_tiles = KVLOOM_ISA::attend_in_tiles,
     .attend_plan = KVLOOM_ISA::attend_plan_of,

@@ -2,6 +2,7 @@
 #define KVLOOM_ISA amx_emulated
 #define KVLOOM_NAME "amx-emulated"
 #define KVLOOM_TILES EmulatedTiles
+#define KVLOOM_MOVEMENT movement_avx512
 #include "kernels/attend/emulated_tiles.h"
 
 #include "isa.h"

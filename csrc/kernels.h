@@ -8,15 +8,20 @@
 
 namespace kvloom {
 
-// One table for each instruction set. Work is a range of items, so that the caller decides about threads.
-struct Kernels {
-  const char* name;
+// Kernels that move and transform rows. Work is a range of items, so that the caller decides about threads.
+struct Movement {
   // Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds the rows of a token.
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, Byte* scratch);
   // Rows `[begin, end)` times a Hadamard matrix.
   void (*rotate)(const RotateArgs& args, int64_t begin, int64_t end);
   // Tokens `[begin, end)` of smoothed keys, or of queries for them.
   void (*smooth)(const SmoothArgs& args, int64_t begin, int64_t end);
+};
+
+// One table for each instruction set.
+struct Kernels {
+  const char* name;
+  const Movement* movement;
   // Attention: whether head dims fit, whether prompts run in tiles, the plan of a call, the start of the
   // workspace, items, and then merges.
   bool (*attend_supports)(const AttendArgs& args);
@@ -31,6 +36,7 @@ extern const Kernels kernels_baseline;
 #ifdef KVLOOM_X86
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Movement movement_avx512;  // with tiles, too
 extern const Kernels kernels_amx;
 extern const Kernels kernels_amx_emulated;
 #endif

@@ -32,7 +32,7 @@ Tensor rotate(const Tensor& x, int64_t block) {
   args.from = static_cast<const Byte*>(x.const_data_ptr());
   args.to = static_cast<Byte*>(out.mutable_data_ptr());
   const int64_t bytes = args.head_dim * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
-  const auto work = [&](int64_t begin, int64_t end) { kernels().rotate(args, begin, end); };
+  const auto work = [&](int64_t begin, int64_t end) { kernels().movement->rotate(args, begin, end); };
   if (bytes * rows > kBytesPerThread) {
     torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kBytesPerThread / bytes), work);
   } else if (bytes * rows > 0) {

@@ -13,7 +13,7 @@ void run(const SmoothArgs& args) {
   if (args.head_dim == 0 || std::count(args.size, args.size + 3, 0)) return;
   const int64_t tokens = args.size[0] * args.size[2];
   const int64_t bytes = args.size[1] * args.head_dim * (args.dtype == DType::f32 ? 4 : 2);
-  const auto work = [&](int64_t begin, int64_t end) { kernels().smooth(args, begin, end); };
+  const auto work = [&](int64_t begin, int64_t end) { kernels().movement->smooth(args, begin, end); };
   if (bytes * tokens > kBytesPerThread) {
     torch::stable::parallel_for(0, tokens, std::max<int64_t>(1, kBytesPerThread / bytes), work);
   } else {

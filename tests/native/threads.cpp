@@ -131,7 +131,7 @@ void store(Cache& cache, const Numbers (&tokens)[2], const std::vector<int64_t>&
   const int64_t count = slots.size();
   const auto work = [&](int64_t first, int64_t last) {
     alignas(64) Byte scratch[8 << 10];
-    kernels().move(args, first, last, scratch);
+    kernels().movement->move(args, first, last, scratch);
   };
   if (everyone_stores_all) {
     in_threads(num_threads, num_threads, 1, [&](int64_t, int64_t) { work(0, count); });
@@ -155,7 +155,7 @@ Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_thread
   args.from_slots = TokenSlots(slots.data());
   in_threads(num_threads, slots.size(), kTokensAtOnce, [&](int64_t first, int64_t last) {
     alignas(64) Byte scratch[8 << 10];
-    kernels().move(args, first, last, scratch);
+    kernels().movement->move(args, first, last, scratch);
   });
   return out;
 }

@@ -16,6 +16,7 @@ inline void pack_bf16(const SideLayout&, const float* query, Index num_rows, Ind
 
 // As FloatScores, for elements that are two to a dword.
 struct PairScores {
+  using Products = PairScores;
   static constexpr Index kElements = 2, kBytes = 2;
   static Vec at(const Byte* row, Index dword) { return bit_copy<Vec>(row + 4 * dword); }
   static Vec add(Vec sum, Vec x, Vec y) {

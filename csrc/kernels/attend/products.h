@@ -59,16 +59,21 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-// Multiplication of keys and queries: kLanes dwords of a key by kLanes of a query. Here keys are floats
-// of type T, one to a dword.
-template <class T>
-struct FloatScores {
-  static constexpr Index kElements = 1;       // of a dword
-  static constexpr Index kBytes = sizeof(T);  // of a stored element
-  static Vec at(const Byte* row, Index dword) { return load_as<T>(row, dword); }
+// Multiplication of keys and queries: kLanes dwords of a key by kLanes of a query. Here both are floats, one
+// to a dword.
+struct FloatProducts {
+  static constexpr Index kElements = 1;  // of a dword
   static Vec add(Vec sum, Vec x, Vec y) { return multiply_add(x, y, sum); }
   static const Byte* query(const ScoreTask& task) { return reinterpret_cast<const Byte*>(task.query); }
   static constexpr Index query_bytes(Index width) { return width * 4; }  // from row to row
+};
+
+// And how rows of keys are read: here they are stored as T.
+template <class T>
+struct FloatScores : FloatProducts {
+  using Products = FloatProducts;
+  static constexpr Index kBytes = sizeof(T);  // of a stored element
+  static Vec at(const Byte* row, Index dword) { return load_as<T>(row, dword); }
 };
 
 // R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
@@ -106,13 +111,14 @@ inline void score_tokens(const Byte* query, Index any_width, const Byte* const* 
 template <class Scores, int W, class RowsOf>
 inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const RowPrefetcher& prefetcher,
                          RowsOf rows_of) {
-  KeyPanel<Scores> panel;
+  using Panel = KeyPanel<typename Scores::Products>;
+  Panel panel;
   const Index width = W ? W : task.width, query_bytes = Scores::query_bytes(width);
   const bool has_many = task.num_rows >= kManyRows;
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* keys = rows_of(first);
     if (has_many) {
-      panel.pack(keys, first, width);
+      panel.template pack<Scores>(keys, first, width);
       continue;
     }
     for_rows(task.num_rows, [&]<int R>(Index r) {
@@ -124,13 +130,14 @@ inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Ro
     });
   }
   if (!has_many) return;
-  constexpr Index kScored = KeyPanel<Scores>::kScored, kShares = kChunk / kScored;
-  for (Index i = 0; i < kShares; ++i)
+  constexpr Index kScored = Panel::kScored;
+  const Index begin = chunk.begin / kScored * kScored, end = round_up(chunk.end, kScored);
+  for (Index first = begin; first < end; first += kScored)
     for_rows(task.num_rows, [&]<int R>(Index r) {
-      const Index share = i * task.num_rows + r;
-      prefetcher.prefetch_share(share, share + R, kShares * task.num_rows, chunk.side->row_bytes);
-      panel.template score<R, W>(Scores::query(task) + r * query_bytes, width, i * kScored,
-                                 task.scores + r * kChunk);
+      const Index share = (first - begin) / kScored * task.num_rows + r;
+      prefetcher.prefetch_share(share, share + R, (end - begin) / kScored * task.num_rows,
+                                chunk.side->row_bytes);
+      panel.template score<R>(Scores::query(task) + r * query_bytes, width, first, task.scores + r * kChunk);
     });
 }
 
