@@ -5,11 +5,6 @@
 
 #include "kernels.h"
 #include "kernels/attend/run.h"
-#ifndef KVLOOM_MOVEMENT
-#include "kernels/move/move.h"
-#include "kernels/move/rotate.h"
-#include "kernels/move/smooth.h"
-#endif
 
 #define KVLOOM_JOIN_(a, b) a##b
 #define KVLOOM_JOIN(a, b) KVLOOM_JOIN_(a, b)
@@ -20,9 +15,13 @@
 #define KVLOOM_NAME KVLOOM_STRING(KVLOOM_ISA)
 #endif
 
+#ifndef KVLOOM_MOVEMENT  // a unit may name another one's
+#include "kernels/move/move.h"
+#include "kernels/move/rotate.h"
+#include "kernels/move/smooth.h"
+
 namespace kvloom {
 
-#ifndef KVLOOM_MOVEMENT  // that of another unit
 #define KVLOOM_MOVEMENT KVLOOM_JOIN(movement_, KVLOOM_ISA)
 extern const Movement KVLOOM_MOVEMENT;
 const Movement KVLOOM_MOVEMENT = {
@@ -30,7 +29,11 @@ const Movement KVLOOM_MOVEMENT = {
     .rotate = KVLOOM_ISA::rotate,
     .smooth = KVLOOM_ISA::smooth,
 };
+
+}  // namespace kvloom
 #endif
+
+namespace kvloom {
 
 extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
 const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {

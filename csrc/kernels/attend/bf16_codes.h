@@ -114,26 +114,24 @@ inline void dequantize_chunk(const ChunkRows& chunk, DequantizedRows& to) {
   });
 }
 
-// Not a template of the codes: they are dequantized by a pointer to a function, so that this is compiled
-// once.
+// No template of the codes: a pointer to what dequantizes them, so that the products are compiled once.
+template <int W>
 inline void score_dequantized(const ChunkRows& chunk, const ScoreTask& task,
                               void (*dequantize)(const ChunkRows&, Index, Byte (*)[2 * kMaxHeadDim])) {
   alignas(64) Byte block[kBlock][2 * kMaxHeadDim];
   const Byte* keys[kBlock];
   for (Index t = 0; t < kBlock; ++t) keys[t] = block[t];
-  for_width(task.width, [&]<int W>() {
-    score_blocks<PairScores, W>(chunk, task, RowPrefetcher(), [&](Index first) {
-      chunk.prefetch_scales_of(first);
-      dequantize(chunk, first, block);
-      return keys;
-    });
+  score_blocks<PairScores, W>(chunk, task, RowPrefetcher(), [&](Index first) {
+    chunk.prefetch_scales_of(first);
+    dequantize(chunk, first, block);
+    return keys;
   });
 }
 
 template <bool is_int4>
 inline void score_codes_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   for_scales(chunk, task.width,
-             [&]<class T, int W>() { score_dequantized(chunk, task, dequantize_block<is_int4, T, W>); });
+             [&]<class T, int W>() { score_dequantized<W>(chunk, task, dequantize_block<is_int4, T, W>); });
 }
 
 template <bool is_int4>

@@ -2,7 +2,7 @@
 // horizontal sum for each score. A sum adds the same numbers in the same order as without packing, so it has
 // the same bits: unpacked, a lane accumulates every kLanes-th dword, and a horizontal sum reduces the lanes
 // by halves, quarters and so on. Here the chain of each of those lanes is a loop, and their results are added
-// in the order of that reduction.
+// in the order of that reduction. Its functions are not inlined, so that all callers share one copy.
 #pragma once
 
 #include "arithmetic.h"

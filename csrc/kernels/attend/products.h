@@ -68,7 +68,7 @@ struct FloatProducts {
   static constexpr Index query_bytes(Index width) { return width * 4; }  // from row to row
 };
 
-// And how rows of keys are read: here they are stored as T.
+// The same of keys that are stored as T.
 template <class T>
 struct FloatScores : FloatProducts {
   using Products = FloatProducts;
