@@ -14,6 +14,7 @@ from ops.kernels import attend, there
 from ops.pools import INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
 from oracles.bits import FLOATS, assert_same_bits
+from oracles.pairs import pairwise
 
 from kvloom import ops
 from kvloom.ops import Scores
@@ -27,9 +28,9 @@ def case_of(kind: Kind, dtype: torch.dtype = torch.float32) -> Case:
     return make_case(NEW, STORED, kind=kind, dtype=dtype, head_dim=32, page_size=16, block_size=16)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [PLAIN, codes(4, 32)], ids=str)
-@pytest.mark.parametrize("pairs", [1, 4, 17])
+@pytest.mark.parametrize(
+    ("pairs", "kind", "dtype"), pairwise([1, 4, 17], [PLAIN, codes(4, 32)], FLOATS), ids=str
+)
 def test_numbers_of_pairs(pairs: int, kind: Kind, dtype: torch.dtype) -> None:
     case, scores = case_of(kind, dtype), Scores(positional_bias=waves(24, 4, pairs))
     out = attend(case, scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from ops.kernels import DEVICE, attend
 from ops.native import native
 from ops.pools import ALL_AXES, PLAIN, Kind
 from oracles.bits import assert_same_bits
-from oracles.pairs import in_turn
+from oracles.pairs import in_turn, pairs_in_turn
 
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
@@ -31,6 +32,12 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 def large_case(kind: Kind, new: list[int] = NEW, stored: list[int] = STORED, **how: object) -> Case:
     how = {"page_size": 16, "block_size": 16, "head_dim": 32, **how}
     return make_case(new, stored, kind=kind, dtype=torch.float32 if kind is PLAIN else torch.bfloat16, **how)
+
+
+@functools.cache
+def expected_of(kind: Kind, stored: int) -> torch.Tensor:
+    """Attention of two sequences, of which the first has ``stored`` tokens, in pages of 16."""
+    return attend(large_case(kind, [1, 18], [stored, 40]))
 
 
 @each_kind
@@ -64,12 +71,10 @@ def test_a_batch_larger_than_one_step_of_planning() -> None:
         assert_same_bits(attend(alone(case, b)), parts[b], f"sequence {b}")
 
 
-@each_kind
-def test_layouts_have_the_same_bits(kind: Kind) -> None:
-    short = {"new": [1, 18], "stored": [80, 40], "block_size": 48}
-    expected = attend(large_case(kind, **short))
-    for axes in ALL_AXES[:: 1 if kind is PLAIN else 4]:
-        assert_same_bits(attend(large_case(kind, axes=axes, **short)), expected, axes)
+@pytest.mark.parametrize(("axes", "kind"), in_turn(ALL_AXES, KINDS), ids=str)
+def test_layouts_have_the_same_bits(axes: str, kind: Kind) -> None:
+    case = large_case(kind, [1, 18], [80, 40], block_size=48, axes=axes)
+    assert_same_bits(attend(case), expected_of(kind, 80), axes)
 
 
 @pytest.mark.parametrize("kind", KINDS[2:], ids=str)
@@ -79,18 +84,25 @@ def test_pages_of_integer_products_have_the_same_bits(kind: Kind) -> None:
     assert_same_bits(attend(replace(case, kv=native(case))), attend(case), "native")
 
 
-@each_kind
-def test_pages_and_spellings_have_the_same_bits(kind: Kind) -> None:
-    short = {"new": [1, 18], "stored": [300, 40]}
-    expected = attend(large_case(kind, **short))
-    for page_size, block_size in ((1, 16), (3, 4), (64, 32), (600, 8)):
-        case = large_case(kind, **short, page_size=page_size, block_size=block_size)
-        assert_same_bits(attend(case), expected, f"pages of {page_size}")
-    case = large_case(kind, **short, contiguous=True, page_size=4)
-    dtypes = [torch.int64, torch.int32][:: 1 if KINDS.index(kind) % 2 else -1]  # kinds take turns
-    for spelling, dtype in in_turn(["offset", "pages", "blocks", "slots", "tokens"], dtypes):
-        got = attend(case, spelling=spelling, dtype=dtype, padding=-1)
-        assert_same_bits(got, expected, f"{spelling} {dtype}")
+@pytest.mark.parametrize(
+    ("page_size", "block_size", "kind"),
+    [(*sizes, kind) for sizes, kind in in_turn([(1, 16), (3, 4), (64, 32), (600, 8)], KINDS)],
+    ids=str,
+)
+def test_pages_have_the_same_bits(page_size: int, block_size: int, kind: Kind) -> None:
+    case = large_case(kind, [1, 18], [300, 40], page_size=page_size, block_size=block_size)
+    assert_same_bits(attend(case), expected_of(kind, 300), "output")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "kind", "dtype"),
+    pairs_in_turn(["offset", "pages", "blocks", "slots", "tokens"], KINDS, [torch.int64, torch.int32]),
+    ids=str,
+)
+def test_spellings_have_the_same_bits(spelling: str, kind: Kind, dtype: torch.dtype) -> None:
+    case = large_case(kind, [1, 18], [300, 40], contiguous=True, page_size=4)
+    got = attend(case, spelling=spelling, dtype=dtype, padding=-1)
+    assert_same_bits(got, expected_of(kind, 300), "output")
 
 
 def test_padding_and_width_of_the_table_do_not_matter() -> None:
@@ -154,15 +166,16 @@ def test_nothing_around_the_tokens_shows(head_dim: int) -> None:
     assert_same_bits(attend(case), expected, "output")
 
 
-@each_kind
-def test_number_of_programs_does_not_matter(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "multiprocessors"), in_turn(KINDS, [1, 5, 64]), ids=str)
+def test_number_of_programs_does_not_matter(
+    kind: Kind, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvloom.ops.impl.triton import attend as launcher
 
     case = large_case(kind)
     expected = attend(case)
-    for multiprocessors in (1, 5, 64):
-        monkeypatch.setattr(launcher, "num_multiprocessors", lambda device, n=multiprocessors: n)
-        assert_same_bits(attend(case), expected, f"{multiprocessors} multiprocessors")
+    monkeypatch.setattr(launcher, "num_multiprocessors", lambda device: multiprocessors)
+    assert_same_bits(attend(case), expected, "output")
 
 
 def test_repeated_calls_have_the_same_bits() -> None:

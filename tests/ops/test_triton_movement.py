@@ -93,7 +93,12 @@ def test_codes_of_every_group(
 
 
 @pytest.mark.parametrize(
-    ("quant", "dtype", "scale_dtype"), pairwise(QUANTS, [torch.float16, torch.bfloat16], FLOATS), ids=str
+    ("quant", "dtype", "scale_dtype"),
+    [
+        (quant, *dtypes)
+        for dtypes, quant in in_turn([*itertools.product([torch.float16, torch.bfloat16], FLOATS)], QUANTS)
+    ],
+    ids=str,
 )
 def test_every_16_bit_pattern_as_the_largest_of_its_group(
     quant: tuple[int, bool], dtype: torch.dtype, scale_dtype: torch.dtype
