@@ -13,7 +13,6 @@ from integrations.test_pool import ask, generate, text
 from oracles.changes import ADAPTERS, CHANGES, UNDONE, HalvedLlama, adapted_model, peft_model
 from oracles.language_models import make_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
@@ -179,126 +178,6 @@ def test_a_salt_cannot_be_made_to_look_like_content(salt: str) -> None:
         cache = pool.begin(TEXT, other, content)
         pool.commit(cache, generate(model, TEXT, cache))
     assert pool.begin(TEXT, salt).get_seq_length() == 0
-
-
-BESIDE: dict[str, Any] = {
-    "inputs_embeds": lambda model: {"input_ids": None, "inputs_embeds": torch.randn(1, 22, 64)},
-    "position_ids": lambda model: {"position_ids": torch.arange(5, 27)[None]},
-    "attention_mask": lambda model: {"attention_mask": (torch.arange(22) > 3).long()[None]},
-}
-
-
-@pytest.mark.parametrize("name", list(BESIDE))
-def test_inputs_beside_tokens_are_refused_without_content(name: str) -> None:
-    model = make_model()
-    pool = pool_of(model)
-    for _ in range(2):
-        cache = pool.begin(TEXT)
-        inputs = {"input_ids": TEXT, "past_key_values": cache} | BESIDE[name](model)
-        with torch.no_grad(), pytest.raises(ArgumentError, match=f"^{name} must be left out"):
-            model(**inputs)
-        assert cache.get_seq_length() == 0
-    cache = pool.begin(TEXT, content="a digest")
-    inputs = {"input_ids": TEXT, "past_key_values": cache} | BESIDE[name](model)
-    with torch.no_grad():
-        model(**inputs)
-    pool.commit(cache, TEXT)
-    found = [pool.begin(TEXT, content=x).get_seq_length() for x in (None, "other", "a digest")]
-    assert found == [0, 0, 20]
-
-
-def test_default_positions_and_masks_that_hide_nothing_are_no_content() -> None:
-    model = make_model()
-    pool = pool_of(model)
-    ask(pool, model, TEXT)
-    cache = pool.begin(TEXT)
-    with torch.no_grad():
-        model(
-            TEXT[:, 20:],
-            attention_mask=torch.ones_like(TEXT),
-            position_ids=torch.arange(20, 22)[None],
-            past_key_values=cache,
-        )
-    assert cache.get_seq_length() == 22
-
-
-def phi3() -> Any:
-    """A Phi-3 whose texts of more than 32 tokens have other frequencies."""
-    torch.manual_seed(0)
-    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-    config = Phi3Config(
-        vocab_size=199,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        original_max_position_embeddings=32,
-        rope_scaling=rope,
-        initializer_range=0.25,
-        pad_token_id=0,
-    )
-    return Phi3ForCausalLM(config).eval()
-
-
-def dynamic() -> Any:
-    """A Llama whose frequencies depend on the length of each text beyond 32 tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=199,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        rope_scaling={"rope_type": "dynamic", "factor": 4.0},
-        initializer_range=0.25,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@pytest.mark.parametrize("make", [phi3, dynamic])
-def test_texts_share_within_one_set_of_frequencies(make: Any) -> None:
-    model = make()
-    pool = pool_of(model)
-    long, longer = text(60), torch.cat((text(60), text(9, 1)), dim=1)
-    with torch.no_grad():
-        for tokens in (long, long[:, :24], longer, long[:, :25], longer):
-            expected = make()(tokens).logits[:, -1]  # of a model that read no longer text before
-            cache = pool.begin(tokens)
-            found = int(cache.get_seq_length())
-            logits = model(tokens[:, found:], past_key_values=cache).logits[:, -1]
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-            pool.commit(cache, tokens)
-    assert pool.begin(long[:, :25]).get_seq_length() == 24
-    assert pool.begin(longer).get_seq_length() == (68 if make is phi3 else 0)
-
-
-@pytest.mark.parametrize("make", [phi3, dynamic])
-def test_rows_share_within_the_frequencies_of_their_batch(make: Any) -> None:
-    """The longest row decides for all of them, padding apart."""
-    model, ids = make(), torch.cat((text(60), text(60, 1)))
-    mask = torch.ones_like(ids)
-    mask[1, :40] = 0
-    pool = pool_of(model)
-    for tokens, shown, is_shared in ((ids, mask, make is phi3), (ids[:, 29:], mask[:, 29:], True)):
-        position = (shown.cumsum(1) - 1).clamp(min=0)
-        with torch.no_grad():
-            expected = make()(tokens, attention_mask=shown, position_ids=position).logits
-            for is_known in (False, True):
-                cache = pool.begin(tokens, attention_mask=shown)
-                columns = slice(int(cache.get_seq_length()), None)
-                assert (columns.start > 0) == (is_known and is_shared)
-                logits = model(
-                    tokens[:, columns],
-                    attention_mask=shown,
-                    position_ids=position[:, columns],
-                    past_key_values=cache,
-                ).logits
-                for own, want, row in zip(logits, expected[:, columns], shown[:, columns], strict=True):
-                    torch.testing.assert_close(own[row > 0], want[row > 0], rtol=1e-4, atol=1e-4)
-                pool.commit(cache, tokens)
-    assert pool.begin(ids[1:, 40:]).get_seq_length() == 16
 
 
 def opened(tmp_path: Path) -> KVStore:

@@ -256,3 +256,18 @@ class HalvedLlama(LlamaForCausalLM):
             return super().forward(*args, **kwargs)
         finally:
             handle.remove()
+
+
+class ScaledLlama(LlamaForCausalLM):
+    """A subclass that changes a layer within its ``forward``, as a ``PeftModel`` does for some adapters."""
+
+    factor = 1.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """With another epsilon of a norm."""
+        norm = self.model.layers[0].input_layernorm
+        before, norm.variance_epsilon = norm.variance_epsilon, self.factor
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            norm.variance_epsilon = before

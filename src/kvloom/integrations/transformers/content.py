@@ -17,7 +17,11 @@ _PLACEHOLDER: Final = re.compile(
 _OF_TOKENS: Final = frozenset(
     {"input_ids", "attention_mask", "position_ids", "cache_position", *CACHE_ARGUMENTS}
 )
-_WITHOUT_EFFECT: Final = frozenset({"labels", "logits_to_keep", "num_logits_to_keep", "shift_labels"})
+_WITHOUT_EFFECT: Final = frozenset(
+    {"labels", "logits_to_keep", "num_items_in_batch", "num_logits_to_keep", "shift_labels", "use_cache"}
+)
+_OUTPUTS: Final = ("output_", "return_")
+"""What names of arguments begin with that choose what a forward returns."""
 _TYPES: Final = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -136,9 +140,15 @@ def is_within(placeholders: Mapping[int, str], tokens: Sequence[int], end: int) 
 
 
 def input_beside_tokens(
-    inputs: Mapping[str, Any], past: int, begins: Sequence[int], has_placeholders: bool
+    inputs: Mapping[str, Any],
+    past: int,
+    begins: Sequence[int],
+    has_placeholders: bool,
+    defaults: Mapping[str, Any],
 ) -> str | None:
-    """Name of an input of a forward, beside its tokens, that changes keys and values; ``None`` if none does.
+    """Name of an input of a forward, beside its tokens, that may change keys and values; ``None`` if none.
+
+    It need not be a tensor: with ``is_causal=False`` tokens see later ones, ``adapter_names`` choose weights.
 
     Args:
         inputs: Arguments of ``forward`` by their names.
@@ -146,15 +156,24 @@ def input_beside_tokens(
         begins: Column of the first token of each row; the padding mask was checked before.
         has_placeholders: Whether the model reads pictures or audio. Token types then mark these, and token
             types of zeros change nothing.
+        defaults: Defaults of the arguments of ``forward``.
     """
     for name, value in inputs.items():
-        if name in _OF_TOKENS or name in _WITHOUT_EFFECT or not _has_tensor(value):
+        if name in _OF_TOKENS or name in _WITHOUT_EFFECT or value is None or name.startswith(_OUTPUTS):
+            continue
+        if isinstance(value, (bool, int, float, str)) and value == defaults.get(name):
+            continue
+        if name == "is_causal" and value is True:
             continue
         if name in _TYPES and has_placeholders and isinstance(value, Tensor) and not bool(value.any()):
             continue
         return name
     if not any(begins) and not _hides_nothing(inputs.get("attention_mask")):
         return "attention_mask"
+    if inputs.get("cache_position") is not None and not positions_are_default(
+        inputs["cache_position"], past, [0]
+    ):
+        return "cache_position"
     return None if positions_are_default(inputs.get("position_ids"), past, begins) else "position_ids"
 
 
@@ -179,13 +198,7 @@ def positions_are_default(positions: Any, past: int, begins: Sequence[int]) -> b
 
 
 def _hides_nothing(mask: Any) -> bool:
-    """Whether a mask ``[B, T]`` shows all tokens; true without a mask, false for other shapes."""
-    if not isinstance(mask, Tensor):
+    """Whether a mask ``[B, T]`` shows all tokens; true without a mask, false for other shapes and kinds."""
+    if mask is None:
         return True
-    return mask.ndim == 2 and bool(mask.all())
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_tensor, value))
-    return isinstance(value, Tensor)
+    return isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())

@@ -113,6 +113,8 @@ def _to_store(
         cache = pool.begin(ids[:, :1], salt)
         for i, (keys, values) in enumerate(pairs):
             cache.update(keys.to(model.device), values.to(model.device), i)
+        if cache.origin is not None:
+            cache.origin.num_seen = count  # the file says that the model computed them
         pool.commit(cache, ids, salt)
         pool.flush()
         pieces = opened.load(fingerprint, salt, tokens[:count])

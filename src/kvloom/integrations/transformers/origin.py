@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -22,37 +21,16 @@ from kvloom.integrations.transformers.content import input_beside_tokens, positi
 from kvloom.integrations.transformers.grid import Grid, joined, piece_of, versions_of, why_uncut
 from kvloom.integrations.transformers.padding import expect_mask_of_padding
 from kvloom.integrations.transformers.rope import DynamicRope
+from kvloom.integrations.transformers.scopes import scope_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import PageTable
 
-_OF_A_STATE: Final = re.compile("\0s[0-9]+:")
+_OF_LIBRARY: Final = "transformers.models."
+"""Package of models that do not change themselves while they compute."""
 _CHANGED: Final = "the model changed while they were computed"
 _READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
+_UNSEEN: Final = "the model did not compute them, or did so where no pool sees it, as when it is compiled"
 _ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
-
-
-def scope_of(salt: str, content: str = "", frequencies: str = "", state: str = "") -> str:
-    """A scope: a key of page trees and stores under which tokens alone decide keys and values.
-
-    It is the salt itself if the other arguments are empty. Different arguments have different scopes.
-
-    Args:
-        salt: The caller's salt.
-        content: Digest of the content of placeholder tokens.
-        frequencies: Name that ``DynamicRope`` gives to the frequencies.
-        state: Name that ``ModelWatch`` gives to the state.
-    """
-    parts = (("c", content), ("f", frequencies), ("s", state))
-    said = "".join(f"\0{name}{len(text)}:{text}" for name, text in parts if text)
-    return salt.replace("\0", "\0\0") + said
-
-
-def scope_in(scope: str, state: str) -> str | None:
-    """``scope`` without ``state``; ``None`` if it is a scope of another state."""
-    end = f"\0s{len(state)}:{state}" if state else ""
-    rest = scope.removesuffix(end)
-    is_of_state = scope.endswith(end) and not _OF_A_STATE.search(rest.replace("\0\0", ""))
-    return rest if is_of_state else None
 
 
 class Origin:
@@ -64,6 +42,7 @@ class Origin:
         state: State of the model when the tokens were found or computed.
         frequencies: Name of the RoPE frequencies of all its tokens.
         num_found: Columns of the found tokens, padding in front of them included.
+        num_seen: Columns that were found, or computed by the model in forwards that were seen.
         num_shared: Number of pages of each row that are shared with a known text.
         refusal: Why nobody may find its pages; empty if they may be found.
 
@@ -88,10 +67,11 @@ class Origin:
         self._watch, self._rope, self._has_placeholders = watch, rope, has_placeholders
         self.salt, self.contents = salt, list(contents)
         self.state, self.frequencies = state, ""
-        self.num_found = 0
+        self.num_found = self.num_seen = 0
         self.num_shared = [0] * len(contents)
         self.refusal = ""
         self.depth = 0  # number of nested forwards that run
+        self._is_wrapped = False  # whether the outermost one may change the model, as of a PeftModel does
 
     def scopes(self) -> list[str]:
         """Scope of each row's pages in a pool."""
@@ -124,16 +104,22 @@ class Origin:
             begins: Column of the first token of each row.
 
         Raises:
-            ArgumentError: an input changes keys and values, and no content was given; or the mask does not
-                match the padding.
+            ArgumentError: an input changes keys and values, and no content was given; the mask does not match
+                the padding; or the model is another one than the pool's.
             StateError: the model changed after tokens were found.
         """
         is_outermost, end = self.depth == 0, past + _num_tokens(inputs)
+        if not self._watch.has(module):
+            raise ArgumentError(
+                f"cache must be of a pool of this {type(module).__name__}, got one of another model's pool"
+            )
         if is_outermost and any(begins):
             expect_mask_of_padding(inputs.get("attention_mask"), begins, end)
         if not all(self.contents):
-            self._expect_tokens_alone(inputs, past, begins, is_outermost)
-        if not is_outermost:
+            self._expect_tokens_alone(module, inputs, past, begins, is_outermost)
+        if is_outermost:
+            self._is_wrapped = not type(module).__module__.startswith(_OF_LIBRARY)
+        elif not self._is_wrapped:
             return
         padding = min(begins, default=0)
         state = self._watch.quick_state()
@@ -147,16 +133,24 @@ class Origin:
                 )
             else:
                 self.refusal = _CHANGED
+        if not is_outermost:
+            return
         if module.training:
             self.refusal = "they were computed in training mode"
         if self._rope is not None:
             self._note_frequencies(past <= padding, self._rope.frequencies(end - padding))
 
     def _expect_tokens_alone(
-        self, inputs: Mapping[str, Any], past: int, begins: Sequence[int], is_outermost: bool
+        self,
+        module: nn.Module,
+        inputs: Mapping[str, Any],
+        past: int,
+        begins: Sequence[int],
+        is_outermost: bool,
     ) -> None:
         if is_outermost:
-            name = input_beside_tokens(inputs, past, begins, self._has_placeholders)
+            kind: Any = type(module)
+            name = input_beside_tokens(inputs, past, begins, self._has_placeholders, _parameters(kind))
         else:
             is_default = positions_are_default(inputs.get("position_ids"), past, begins)
             name = None if is_default else "position_ids"
@@ -206,6 +200,8 @@ class PoolCache(KVCache):
             end: Number of columns up to the end of the found tokens.
             states: Empty tensor with the dtype and device of keys.
         """
+        if self.origin is not None:
+            self.origin.num_seen = end
         if end == 0 and not any(begins):
             return
         for sequences, own in zip(with_residuals(self.sequences), zip(*tables, strict=True), strict=True):
@@ -222,6 +218,8 @@ class PoolCache(KVCache):
             return _ASSIGNED
         if any(not all(x.is_exact) for x in with_residuals(self.sequences)):
             return _READ_CODES
+        if self.origin is not None and self.get_seq_length() > self.origin.num_seen:
+            return _UNSEEN
         return "" if self.origin is None else self.origin.refuses()
 
     @property
@@ -247,6 +245,8 @@ class PoolCache(KVCache):
     def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
         """Crop as ``KVCache`` does, and forget pieces of the grid after the end."""
         super().crop(tokens_to_remove)
+        if self.origin is not None:
+            self.origin.num_seen = min(self.origin.num_seen, int(self.get_seq_length()))
         if self.grid is not None:
             self.grid.versions = None
             self.grid.truncate(int(self.get_seq_length()))
@@ -302,6 +302,8 @@ class _AfterForward:
         if cache is None or cache.origin is None:
             return None
         cache.origin.depth -= 1
+        if output is not None and not cache.is_assigned:
+            cache.origin.num_seen = int(cache.get_seq_length())
         if cache.grid is None or cache.origin.depth:
             return None
         outputs, cache.grid.outputs = cache.grid.outputs, []
@@ -350,9 +352,15 @@ def _inputs_of(
 
 
 @cache
-def _parameters(kind: Any) -> list[str]:
-    """Names of the arguments of ``forward`` of a class of modules."""
-    return list(inspect.signature(kind.forward).parameters)[1:]
+def _parameters(kind: Any) -> dict[str, Any]:
+    """Names and defaults of the arguments of ``forward`` of a class of modules.
+
+    A ``forward`` that passes ``*args`` on has those of its parent.
+    """
+    own = [vars(owner)["forward"] for owner in kind.__mro__ if "forward" in vars(owner)]
+    found = [[*inspect.signature(x).parameters.values()][1:] for x in own]
+    named = (x for x in found if all(y.kind is not y.VAR_POSITIONAL for y in x))
+    return {x.name: x.default for x in next(named, found[0])}
 
 
 def _num_tokens(inputs: Mapping[str, Any]) -> int:

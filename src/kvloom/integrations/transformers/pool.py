@@ -16,7 +16,7 @@ from kvloom.integrations.transformers.build import cache_format, make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
-from kvloom.integrations.transformers.origin import PoolCache, scope_in
+from kvloom.integrations.transformers.origin import PoolCache
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_pages_alone, expect_prefixes
 from kvloom.integrations.transformers.pool_prefixes import (
     commit,
@@ -26,6 +26,7 @@ from kvloom.integrations.transformers.pool_prefixes import (
     tables_of_none,
 )
 from kvloom.integrations.transformers.pool_states import PADDED, PoolStates, states_for
+from kvloom.integrations.transformers.scopes import scope_in
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.text_config import only_head_dims, text_config_of
 from kvloom.paging import Miss

@@ -81,7 +81,9 @@ class PoolModel:
 
         Raises:
             ArgumentError: as ``KVPool.begin``.
+            UnsupportedError: the model's configuration was changed, and it now attends to later tokens.
         """
+        expect_prefixes(self.watch.model)
         contents = expect_content(self.placeholders, rows, content)
         origin = Origin(self.watch, self._rope, bool(self.placeholders), salt, contents, self.watch.state())
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
@@ -132,7 +134,9 @@ def expect_prefixes(model: Any) -> None:
             f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
             f"{name}"
         )
-    sees_all = getattr(text_config_of(model), "use_bidirectional_attention", None) in (True, "all")
+    text = text_config_of(model)
+    sees_all = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    sees_all |= getattr(text, "is_causal", None) is False
     # transformers before 5 does not say so in the configuration of paligemma.
     if sees_all or model.config.model_type == "paligemma":
         raise UnsupportedError(

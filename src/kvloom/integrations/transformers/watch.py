@@ -1,6 +1,7 @@
 """The state of a model: everything that decides keys and values and can change while a process runs.
 
-It includes weights and buffers, active adapters and their scaling, hooks, attributes and configurations.
+It includes weights and buffers, active adapters and their scaling, hooks, attributes and configurations, and
+the precision to which torch rounds products.
 """
 
 import logging
@@ -47,6 +48,10 @@ class ModelWatch:
             self._read()
         return self._current
 
+    def has(self, module: nn.Module) -> bool:
+        """Whether a module is a part of the model, or has a part of it."""
+        return id(module) in self._modules or any(id(x) in self._modules for x in module.modules())
+
     def quick_state(self) -> str:
         """As ``state``, but without the sample of bytes; for each forward between two calls of ``state``."""
         return self._current if self._is_same() else self.state()
@@ -54,7 +59,8 @@ class ModelWatch:
     def _is_same(self) -> bool:
         """Whether all values are the same objects, and all tensors have the same versions and addresses."""
         return (
-            list(map(len, self._containers)) == self._lengths
+            torch.get_float32_matmul_precision() == self._precision
+            and list(map(len, self._containers)) == self._lengths
             and self._has_values()
             and list(map(version_of, self._tensors)) == self._versions
             and list(map(address_of, self._tensors)) == self._addresses
@@ -72,7 +78,9 @@ class ModelWatch:
     def _read(self) -> None:
         """Read the whole model, and name its state."""
         reader = ModuleReader(opaque=self._opaque)
-        lines = dict(reader.read_model(self.model))
+        self._precision = torch.get_float32_matmul_precision()
+        self._modules = set(map(id, self.model.modules()))
+        lines = dict(reader.read_model(self.model)) | {"precision of products": self._precision}
         self._containers, self._getters = reader.containers, reader.getters
         self._lengths, self._values = list(map(len, self._containers)), list(self._present())
         self._tensors = reader.tensors

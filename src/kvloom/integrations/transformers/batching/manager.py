@@ -35,9 +35,9 @@ from kvloom.integrations.transformers.invariance import (
 )
 from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.mixers import watch_mixers
-from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.pool_states import PoolStates, expect_interval, least_bytes
 from kvloom.integrations.transformers.rope import dynamic_rope
+from kvloom.integrations.transformers.scopes import scope_of
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states import Specs, trial_of
 from kvloom.integrations.transformers.text_config import has_latents, only_head_dims, text_config_of

@@ -11,9 +11,9 @@ from kvloom.integrations.transformers.batching.groups import SessionGroup
 from kvloom.integrations.transformers.batching.held import Held, RequestStates
 from kvloom.integrations.transformers.batching.recurrent import StateRows
 from kvloom.integrations.transformers.batching.store_reads import StoreReads
-from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.pool_prefixes import num_shared
 from kvloom.integrations.transformers.pool_states import PoolStates
+from kvloom.integrations.transformers.scopes import scope_of
 from kvloom.integrations.transformers.states import restore_states
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import PageRef
