@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from integrations.test_pool import ask, generate, text
-from oracles.changes import ADAPTERS, CHANGES, UNDONE, HalvedLlama, adapted_model, peft_model
+from oracles.changes import (
+    ADAPTERS,
+    CHANGES,
+    UNDONE,
+    HalvedLlama,
+    adapted_model,
+    peft_model,
+    set_near_attention,
+)
 from oracles.language_models import make_model
 from torch import Tensor
 
@@ -208,6 +218,56 @@ def test_a_model_changed_before_it_met_the_store_finds_nothing(name: str, tmp_pa
     change: AbstractContextManager[None] = CHANGES[name](changed)
     with change, opened(tmp_path) as store, pool_of(changed, store=store) as pool:
         expect_right(pool, changed, 0)
+
+
+def steered(strength: float) -> Any:
+    """A Llama with a hook that changes the tokens after the probe's."""
+    model, vector = make_model(), torch.full((64,), strength)
+
+    def hook(module: Any, args: Any, output: Tensor) -> Tensor:
+        return torch.cat((output[:, :8], output[:, 8:] + vector), dim=1)
+
+    model.model.layers[0].register_forward_hook(hook)
+    return model
+
+
+def near(name: str) -> Any:
+    """A Llama whose attention differs after the tokens of the probe."""
+    model = make_model()
+    set_near_attention(model, name)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (partial(steered, 1.0), partial(steered, 2.0)),
+        (make_model, partial(near, "sdpa_near")),
+        (make_model, partial(near, "near")),
+    ],
+    ids=["the vector of a hook", "an attention", "an attention of another name"],
+)
+def test_a_difference_after_the_tokens_of_the_probe_finds_nothing(
+    make: Any, other: Any, tmp_path: Path
+) -> None:
+    for model, found in ((make(), 0), (other(), 0), (make(), 20)):
+        with opened(tmp_path) as store, pool_of(model, store=store) as pool:
+            expect_right(pool, model, found)
+            saved = pickle.dumps(pool)
+    with pytest.raises(ArgumentError, match=r"^model must be the one whose pages were saved"):
+        pickle.loads(saved).bind(other())  # noqa: S301
+    pool = pickle.loads(saved).bind(make())  # noqa: S301
+    assert pool.begin(TEXT).get_seq_length() == 20
+
+
+def test_a_loaded_pool_is_not_bound_to_other_frequencies() -> None:
+    model = make_model()
+    pool = pool_of(model)
+    ask(pool, model, TEXT)
+    saved, other = pickle.dumps(pool), make_model()
+    other.model.rotary_emb.inv_freq[-1] *= 2
+    with pytest.raises(ArgumentError, match=r"^model must be the one whose pages were saved"):
+        pickle.loads(saved).bind(other)  # noqa: S301
 
 
 def test_a_subclass_with_another_forward_finds_nothing(tmp_path: Path) -> None:

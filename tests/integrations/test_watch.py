@@ -6,12 +6,14 @@ import copy
 import functools
 import logging
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from oracles.language_models import make_model
 from torch import nn
 
@@ -33,6 +35,66 @@ class Opaque:
     """An object that shows nothing of itself."""
 
     __slots__ = ()
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class Steering:
+    """A hook that is an object."""
+
+    factor = 1.0
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Steered output."""
+        return self.steered(output)
+
+    def steered(self, output: Any) -> Any:
+        """Output by the attribute of the class."""
+        return output * self.factor
+
+
+class Doubled(nn.Linear):
+    """A layer with more than a ``forward``."""
+
+    factor = 2.0
+
+    def forward(self, input: Any) -> Any:
+        """As its parent, and then by a method."""
+        return self.scaled(super().forward(input))
+
+    def scaled(self, output: Any) -> Any:
+        """Output by the attribute of the class."""
+        return output * self.factor
+
+
+class Plain(nn.Linear):
+    """A layer with the ``forward`` of its parent."""
+
+
+tools: Any = types.ModuleType("tools")
+tools.factor = 1.0
+
+
+def by_module(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * tools.factor
+
+
+def by_class(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * Steering.factor
+
+
+def by_own_attribute(module: nn.Module, args: Any, output: Any, *, power: float = 1.0) -> Any:
+    return output * by_own_attribute.factor**power  # type: ignore[attr-defined]
+
+
+by_own_attribute.factor = 1.0  # type: ignore[attr-defined]
 
 
 def by_global(module: nn.Module, args: Any, output: Any) -> Any:
@@ -87,6 +149,113 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "data": lambda model: setattr(model[1].weight, "data", model[1].weight.data.clone()),
     "a forward": lambda model: setattr(model[1], "forward", lambda x: x),
 }
+
+
+def classes() -> Any:
+    """A model in which classes, functions and objects of somebody's decide results."""
+    model = nn.Sequential(Doubled(4, 4), Plain(4, 4))
+    model.eval()
+    first: Any = model[0]
+    first.slotted, first.table = Slotted(), np.ones(3)
+    for hook in (Steering(), by_module, by_class, by_own_attribute):
+        first.register_forward_hook(hook)
+    return model
+
+
+OF_CLASSES: dict[str, tuple[Any, str, Any]] = {
+    "an attribute of a class": (Doubled, "factor", 3.0),
+    "a method of a class": (Doubled, "scaled", lambda self, output: output),
+    "the parent's forward": (nn.Linear, "forward", lambda self, input: input),
+    "an attribute of a hook's class": (Steering, "factor", 3.0),
+    "a method of a hook": (Steering, "steered", lambda self, output: output),
+    "a global of a module": (tools, "factor", 3.0),
+    "an attribute of a function": (by_own_attribute, "factor", 3.0),
+    "keywords of a function": (by_own_attribute, "__kwdefaults__", {"power": 2.0}),
+}
+
+
+@pytest.mark.parametrize("name", list(OF_CLASSES))
+def test_a_change_of_a_class_or_function_has_another_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = classes()
+    watch, digest = ModelWatch(model), behavior_digest(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(*OF_CLASSES[name])
+        assert watch.state() != ""
+        assert behavior_digest(model) != digest
+    assert watch.state() == ""
+    assert behavior_digest(model) == digest
+
+
+def test_a_forward_put_into_a_class_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ModelWatch(classes())
+    monkeypatch.setattr(Plain, "forward", lambda self, input: input, raising=False)
+    assert watch.state() != ""
+
+
+def test_what_is_written_into_slots_and_arrays_is_seen() -> None:
+    model = classes()
+    watch, digests = ModelWatch(model), {behavior_digest(model)}
+    model[0].slotted.value = 2.0
+    names = [watch.state()]
+    digests.add(behavior_digest(model))
+    model[0].table[1] = 3.0
+    names.append(watch.state())
+    digests.add(behavior_digest(model))
+    assert len({"", *names}) == len(digests) == 3
+
+
+def test_a_weight_of_a_hook_is_part_of_its_behavior() -> None:
+    digests = set()
+    for factor in (1.0, 2.0, 1.0):
+        torch.manual_seed(0)
+        model, coder = nn.Linear(4, 4), nn.Linear(4, 4)
+        coder.weight.data.mul_(factor)
+        model.register_forward_hook(lambda module, args, output, coder=coder: coder(output))
+        digests.add(behavior_digest(model))
+    assert len(digests) == 2
+
+
+def test_a_hook_of_all_modules_has_another_name() -> None:
+    watch = ModelWatch(nn.Linear(4, 4))
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
+    try:
+        assert watch.state() != ""
+    finally:
+        handle.remove()
+    assert watch.state() == ""
+
+
+def test_another_function_of_torch_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ModelWatch(nn.Linear(4, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "scaled_dot_product_attention", lambda query, key, value: value)
+        assert watch.state() != ""
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "silu", nn.functional.gelu)
+        assert watch.state() != ""
+    assert watch.state() == ""
+
+
+def test_a_pruned_model_leaves_its_name() -> None:
+    model = nn.Linear(4, 4)
+    nn.utils.prune.l1_unstructured(model, "weight", 0.5)
+    watch = ModelWatch(model)
+    model(torch.ones(1, 4))
+    assert watch.state() == ""
+    model.weight_mask.mul_(0)
+    assert watch.state() != ""
+
+
+def test_a_hook_that_logs_leaves_the_name() -> None:
+    model, log = nn.Linear(4, 4), logging.getLogger("somebody")
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        log.debug("a step")
+
+    model.register_forward_hook(hook)
+    watch = ModelWatch(model)
+    model(torch.ones(1, 4))
+    assert watch.state() == ""
 
 
 @pytest.mark.parametrize("name", list(CHANGES))

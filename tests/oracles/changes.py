@@ -12,8 +12,10 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig
-from transformers import LlamaForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.integrations import peft as transformers_peft
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from oracles.language_models import make_model
@@ -55,8 +57,10 @@ def _attention(model: Any) -> Any:
 def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
-    yield
-    setattr(owner, name, before)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager
@@ -175,6 +179,58 @@ def state_dict(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+def part_of_a_weight_by_data(model: Any) -> Iterator[None]:
+    """Some heads that are turned around, which torch counts no version of."""
+    model.get_decoder().layers[0].self_attn.o_proj.weight.data[:, :48] *= -2
+    yield
+
+
+def _near(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention to the last 12 tokens, which are all tokens of a short text."""
+    columns = torch.arange(key.shape[2])
+    rows = columns[key.shape[2] - query.shape[2] :, None]
+    seen = (columns <= rows) & (columns > rows - 12)
+    key, value = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling)
+    return found.transpose(1, 2).contiguous(), None
+
+
+def set_near_attention(model: Any, name: str) -> None:
+    """Register an attention under a name, and let a model use it."""
+    AttentionInterface.register(name, _near)
+    model.set_attn_implementation(name)
+
+
+@contextmanager
+def attention_named_like_a_library(model: Any) -> Iterator[None]:
+    """Another attention, whose name begins as that of a library's does."""
+    before = model.config._attn_implementation
+    set_near_attention(model, "sdpa_near")
+    yield
+    model.set_attn_implementation(before)
+
+
+@contextmanager
+def attention_in_the_place_of_another(model: Any) -> Iterator[None]:
+    """Another attention under the name of a library's."""
+    theirs = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", _near)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", theirs)
+
+
+@contextmanager
+def function_of_a_library(model: Any) -> Iterator[None]:
+    """Another function in the place of one that a library's functions call."""
+    with _set(modeling_llama, "rotate_half", lambda x: x):
+        yield
+
+
+@contextmanager
 def another_parameter(model: Any) -> Iterator[None]:
     """A parameter in the place of another."""
     v_proj = _attention(model).v_proj
@@ -192,17 +248,23 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         hook,
         forward_of_an_instance,
         forward_of_a_class,
+        attention_named_like_a_library,
+        attention_in_the_place_of_another,
+        function_of_a_library,
         hook_of_another_strength,
         buffer_outside_the_state_dict,
         weights_in_place,
         weights_by_data,
+        part_of_a_weight_by_data,
         fused_optimizer,
         state_dict,
         another_parameter,
     )
 }
-UNDONE = [*CHANGES][:7]
+UNDONE = [*CHANGES][:10]
 """Those after which the model is what it was."""
+ATTENTIONS = ("attention_named_like_a_library", "attention_in_the_place_of_another")
+"""Those that change nothing in a session, which has an attention of its own."""
 
 
 @contextmanager

@@ -24,12 +24,13 @@ from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.legacy import legacy_pairs
 from kvloom.integrations.transformers.module_reader import behavior_digest
+from kvloom.integrations.transformers.rope import has_dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.states import specs_of, states_of
+from kvloom.integrations.transformers.tensor_state import bytes_sum
 from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
-from kvloom.store.sums import checksum
 from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
 
 if TYPE_CHECKING:
@@ -165,14 +166,14 @@ def _difference(mine: Mapping[str, Tensor], theirs: bytes) -> str:
 
 
 def model_digest(model: Any) -> str:
-    """A digest of weights, configuration and behavior; the same in every process.
+    """A digest of weights, other buffers, configuration and behavior; the same in every process.
 
     Raises:
         UnsupportedError: a weight is no tensor in memory.
     """
     parts = (
         _config_digest(model),
-        weights_digest(model.state_dict()),
+        weights_digest(model.state_dict() | _other_buffers(model)),
         behavior_digest(model),
         str(model.dtype),
     )
@@ -253,14 +254,24 @@ def weight_sum(name: str, weight: Any) -> bytes:
         UnsupportedError: it is no tensor in memory.
     """
     try:
-        data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found = bytes_sum(weight)
     # A weight on the meta device, or in another library's format, raises one of these.
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise UnsupportedError(
             f"model must have its weights in memory as tensors for a store, got {name} as "
             f"{type(weight).__name__}"
         ) from error
-    return f"{weight.dtype} {list(weight.shape)} ".encode() + checksum(memoryview(data))
+    return f"{weight.dtype} {list(weight.shape)} ".encode() + found
+
+
+def _other_buffers(model: Any) -> dict[str, Any]:
+    """Buffers that are no part of the ``state_dict()``, except those that change with the length of texts."""
+    return {
+        f"{path}.{name}": module.get_buffer(name)
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None and not has_dynamic_rope(module)
+    }
 
 
 def _config_digest(model: Any) -> str:

@@ -1,11 +1,17 @@
-"""Signs that a tensor was written: its version, address and a sample of its bytes."""
+"""Signs that a tensor was written: its version, address and a sample of its elements; and its sum."""
 
 import ctypes
-from typing import Final
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-_SAMPLE_BYTES: Final = 64
+from kvloom.store.sums import checksum
+
+_SAMPLED: Final = 64
+"""Least number of elements in the sample of a tensor that has as many."""
+_FORMATS: Final = {2: "H", 4: "I", 8: "Q"}
+"""Formats of ``memoryview`` by the bytes of an element."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -22,20 +28,39 @@ def address_of(tensor: Tensor) -> int:
 
 
 def sample_place(tensor: Tensor) -> tuple[Tensor, int, int] | None:
-    """Place of a sample in the middle of a tensor: the tensor, first byte, and number of bytes.
+    """Place that is sampled: the tensor, first byte, and number of bytes.
 
     ``None`` for an empty tensor, or one that is not a contiguous plain tensor on the CPU.
     """
     if tensor.device.type != "cpu" or type(tensor.data) is not Tensor or not tensor.is_contiguous():
         return None
-    count = min(tensor.nbytes, _SAMPLE_BYTES)
-    first = int(tensor.storage_offset()) * tensor.itemsize + (tensor.nbytes - count) // 2
-    return (tensor, first, count) if count else None
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return (tensor, first, tensor.nbytes) if tensor.nbytes else None
 
 
-def bytes_at(tensor: Tensor, first: int, count: int) -> bytes:
-    """Bytes of the memory of a tensor; empty if the memory became too small."""
+def sample_at(tensor: Tensor, first: int, count: int) -> bytes:
+    """Elements throughout the memory of a tensor; empty if the memory became too small."""
     storage = tensor.untyped_storage()  # held while it is read, whatever other threads do to the tensor
     if storage.nbytes() < first + count:
         return b""
-    return ctypes.string_at(storage.data_ptr() + first, count)
+    kind: Any = ctypes.c_uint8 * count
+    memory = memoryview(kind.from_address(storage.data_ptr() + first)).cast("B")
+    elements = memory.cast(_FORMATS.get(tensor.itemsize, "B"))  # type: ignore[call-overload]
+    # A step is odd, so that other rows have other columns in the sample.
+    return bytes(elements[:: len(elements) // _SAMPLED | 1].tobytes())
+
+
+def sum_of(tensor: Tensor) -> str:
+    """Dtype, shape and a checksum of a tensor's bytes; without it if they are not in memory."""
+    name = f"{tensor.dtype} {list(tensor.shape)}"
+    try:
+        return f"{name} {bytes_sum(tensor).hex()}"
+    # A tensor on the meta device, or in another library's format, raises one of these.
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return name
+
+
+def bytes_sum(tensor: Tensor) -> bytes:
+    """Checksum of the bytes of a tensor."""
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return checksum(memoryview(data))

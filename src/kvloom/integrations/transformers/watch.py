@@ -13,8 +13,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from kvloom.integrations.transformers.module_reader import ModuleReader, digest_of
-from kvloom.integrations.transformers.tensor_state import address_of, bytes_at, sample_place, version_of
+from kvloom.integrations.transformers.module_reader import ModuleReader
+from kvloom.integrations.transformers.reading import digest_of
+from kvloom.integrations.transformers.tensor_state import address_of, sample_at, sample_place, version_of
+from kvloom.store.sums import checksum
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -83,7 +85,7 @@ class ModelWatch:
         lines = dict(reader.read_model(self.model)) | {"precision of products": self._precision}
         self._containers, self._getters = reader.containers, reader.getters
         self._lengths, self._values = list(map(len, self._containers)), list(self._present())
-        self._tensors = reader.tensors
+        self._tensors, self._arrays = reader.tensors, reader.arrays
         self._versions = list(map(version_of, self._tensors))
         self._addresses = list(map(address_of, self._tensors))
         self._places = [place for x in self._tensors if (place := sample_place(x)) is not None]
@@ -105,7 +107,8 @@ class ModelWatch:
 
     def _sample(self) -> list[bytes]:
         on_device = [x for x in self._tensors if x.device.type == "cuda" and x.numel()]
-        sampled = [bytes_at(*place) for place in self._places]
+        sampled = [sample_at(*place) for place in self._places]
+        sampled += [checksum(x.tobytes()) for x in self._arrays]
         if on_device:
             middles = [x.detach().reshape(-1)[x.numel() // 2].float() for x in on_device]
             sampled.append(torch.stack(middles).cpu().numpy().tobytes())

@@ -19,7 +19,7 @@ from kvloom.core.specs import dtype_name
 from kvloom.errors import StateError
 from kvloom.integrations.transformers.invariance.layers import InvariantRows, matrix_of
 from kvloom.integrations.transformers.invariance.rules import NONE, Product, RowRule, rule_of
-from kvloom.integrations.transformers.tensor_state import address_of, bytes_at, sample_place, version_of
+from kvloom.integrations.transformers.tensor_state import address_of, sample_at, sample_place, version_of
 from kvloom.ops.schemas import without_gradient
 
 _LINEAR: Final[Any] = (
@@ -128,7 +128,7 @@ class PackedWeight:
         return matrix.t().contiguous() if isinstance(layer, Conv1D) else matrix
 
     def _read_sample(self) -> bytes:
-        return b"" if self._place is None else bytes_at(*self._place)
+        return b"" if self._place is None else sample_at(*self._place)
 
 
 class PackedRows(InvariantRows):
