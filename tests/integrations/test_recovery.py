@@ -12,6 +12,7 @@ import torch
 from integrations.test_families import FAMILIES, family
 from oracles.language_models import make_model
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from kvloom.caches import CacheFormat, PagedLayer, Sequences
 from kvloom.caches.storage import Storage
@@ -90,6 +91,33 @@ def test_a_frozen_cache_keeps_its_recurrent_states(name: str) -> None:
         model(text(3, 2), past_key_values=cache, use_cache=True)
     after = model(text(3, 1), past_key_values=cache.fork(), use_cache=True).logits
     assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("rollback", [0, 8])
+@pytest.mark.skipif("Qwen3-Next" not in FAMILIES, reason="this transformers has no Qwen3-Next")
+@pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="states of this transformers change unseen")
+def test_states_that_are_a_step_ahead_of_the_keys_are_noticed(rollback: int) -> None:
+    """The first layer has a recurrent state and no keys, so that all keys have one length."""
+    model = family("Qwen3-Next")
+    cache = KVCache.for_model(model, rollback=rollback)
+    model(text(20), past_key_values=cache, use_cache=True)
+    fork, snapshot = cache.fork(), cache.snapshot()
+    expected = model(text(3, 2), past_key_values=cache.fork(), use_cache=True).logits
+    with broken_layer(model):
+        model(text(1, 1), past_key_values=cache, use_cache=True)
+    for broken in (cache, cache.fork()):
+        with pytest.raises(StateError, match=r"recurrent states of layers \[0\] that are a step ahead"):
+            model(text(3, 2), past_key_values=broken, use_cache=True)
+    assert torch.equal(model(text(3, 2), past_key_values=fork, use_cache=True).logits, expected)
+    other = cache.fork()
+    other.reset()
+    model(text(20), past_key_values=other, use_cache=True)
+    if rollback:
+        cache.crop(-1)
+    else:
+        cache.restore(snapshot)
+    for mended in (cache, other):
+        assert torch.equal(model(text(3, 2), past_key_values=mended, use_cache=True).logits, expected)
 
 
 def test_reset_leaves_a_fork_without_tokens_usable() -> None:

@@ -236,6 +236,8 @@ class KVCache(StatefulCache):
             UnsupportedError: layers have different lengths, and one mask does not fit them all.
         """
         self.expect_whole()
+        if self._has_states and not torch.compiler.is_compiling():
+            self._begin_forward(max(lengths_of(self._own_layers), default=0))
         length, offset = super().get_mask_sizes(*args, **kwargs)
         if len(self.sequences) > 1:
             expect_maskable(self, length, kwargs.get("layer_idx", args[-1]))
@@ -253,7 +255,10 @@ class KVCache(StatefulCache):
                 layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        expect_one_length(lengths_of(self._own_layers) | self._cache.lengths, self.layers)
+        lengths = lengths_of(self._own_layers) | self._cache.lengths
+        expect_one_length(lengths, self.layers)
+        if self._begun:
+            self._expect_states_of(max(lengths, default=0))
 
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; the two are independent."""
@@ -326,6 +331,7 @@ class KVCache(StatefulCache):
         """Forget all tokens; the next ones may be of another batch size."""
         self._expect_thawed()
         super().reset()
+        self._begin_forward(0)
         if self._rollback is not None:
             self._rollback.restart(0)
         self._cache.regroup()

@@ -220,7 +220,13 @@ class _BeforeMixer:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        rollback = _rollback_of(args, kwargs)
+        if torch.compiler.is_compiling():
+            return None
+        cache = cache_in(args, kwargs)
+        begin, number = getattr(cache, "begin_mixer", None), getattr(module, "layer_idx", None)
+        if begin is not None and isinstance(number, int):
+            begin(number)
+        rollback = getattr(cache, "recording", None)
         if rollback is None:
             return None
         given: tuple[tuple[Any, ...], dict[str, Any]] | None = rollback.before(module, args, kwargs)

@@ -32,11 +32,14 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self.is_frozen = False
         self._rollback: Rollback | None = None
         self._kin: object = object()  # shared with its forks only
+        self._begun = set[int]()  # layers whose mixers began in the last forward
+        self._length_before = 0  # number of tokens when it began
 
     def follow(self, cache: "StatefulCache") -> None:
         """Take over everything but the layers from a cache of which this is a fork."""
         self._kin = cache._kin
         self._rollback = None if cache._rollback is None else cache._rollback.fork()
+        self._begun, self._length_before = {*cache._begun}, cache._length_before
 
     def freeze(self: _Cache) -> _Cache:  # noqa: PYI019 (not in Python 3.10)
         """Refuse every later change, so that forks start from the same tokens; returns the cache."""
@@ -90,6 +93,11 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def nbytes_rollback(self) -> int:
         """Bytes that are kept to roll back recurrent states, beside ``nbytes``."""
         return 0 if self._rollback is None else self._rollback.nbytes
+
+    def begin_mixer(self, layer_idx: int) -> None:
+        """Note that the mixer of a layer, which changes its states, was called."""
+        if not self.is_frozen:
+            self._begun.add(layer_idx)
 
     @property
     def recording(self) -> Rollback | None:
@@ -156,6 +164,24 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
             return longest
         return max(longest, self._rollback.end)
 
+    def _begin_forward(self, length: int) -> None:
+        """Note that the next forward begins after ``length`` tokens."""
+        self._begun, self._length_before = set(), length
+
+    def _expect_states_of(self, length: int) -> None:
+        """Raise StateError unless the last forward changed the states of all layers, or of none.
+
+        Args:
+            length: Number of tokens of the layers with keys and values, which have one length.
+        """
+        stateful = {i for i, x in enumerate(self.layers) if isinstance(x, StatefulLayer)}
+        if self._begun and (not stateful <= self._begun or length == self._length_before):
+            raise StateError(
+                f"layers must have seen the same tokens, got recurrent states of layers "
+                f"{sorted(self._begun)} that are a step ahead: an earlier forward broke off (reset the "
+                f"cache, or restore a snapshot)"
+            )
+
     def _past(self, ends: Sequence[int]) -> Past | None:
         """States after the first ``ends[b]`` tokens of each row; ``None`` if these are the present ones.
 
@@ -180,6 +206,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         if past is not None and self._rollback is not None:
             own = lengths_of(x for x in self.layers if isinstance(x, KVCacheLayer))
             self._rollback.return_to(self.layers, past, max(own, default=0))
+            self._begun.clear()
 
     def _touch(self, layer_idx: int, kind: str, state_idx: int) -> None:
         if self._rollback is not None and not self.is_frozen:
