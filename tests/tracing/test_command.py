@@ -173,6 +173,8 @@ def test_a_line_that_is_none_of_a_recording_is_named(line: dict[str, Any], tmp_p
 def test_bad_options_are_named(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, sentence in (
         (["replay", "/nowhere"], "trace must be a file of JSON lines"),
+        (["replay", str(trace), "--capacity", "x"], "--capacity must be tokens such as 500k or 3M, got 'x'"),
+        (["replay", str(trace), "--events", str(trace)], "--events must be another file than the one"),
         (["replay", str(trace), "--capacity", "5"], "--capacity must be at least 512 tokens, got 5"),
         (["record", "x", "--prompt-file", "/nowhere"], "--prompt-file must be text in UTF-8"),
         (["record", "x", "--prompt-file", str(trace), "--pages", "0"], "--pages must be at least 1, got 0"),
@@ -181,3 +183,29 @@ def test_bad_options_are_named(tmp_path: Path, trace: Path, capsys: pytest.Captu
         assert sentence in capsys.readouterr().err
     with pytest.raises(ArgumentError, match=r"^num_pages must be at least 1, got 0"):
         replay([Lookup(0.0, "", 1, [1])], 0)
+
+
+def test_a_view_that_cannot_be_is_one_line_and_loses_no_recording(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "events.html"
+    assert main(["trace", "replay", str(trace), "--events", str(page)]) == 0
+    before = page.read_bytes()
+    for args, sentence in (
+        (["/"], "events must be a file of JSON lines"),
+        (["."], "events must be a file of JSON lines"),
+        ([str(page)], "--out must be another file than the one that is read"),
+    ):
+        assert main(["view", *args]) == 2
+        assert sentence in capsys.readouterr().err
+    assert page.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["trace", "replay"], ["view"]])
+def test_lines_that_nest_too_deep_are_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "deep.jsonl"
+    file.write_text("[" * 100_000)
+    assert main([*command, str(file)]) == 2
+    assert "line 1" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def _request(number: int, line: str) -> Request:
             and request.timestamp >= 0
         ):
             return request
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ArgumentError(
         f"trace must have timestamp, input_length, output_length and hash_ids in line {number}, "

@@ -61,7 +61,8 @@ def _replay(args: argparse.Namespace) -> None:
     from kvloom.tracing.recording import causes_of, read_lines, requests_of
     from kvloom.tracing.replay import read_lookups, replay
 
-    capacity = None if args.capacity is None else parse_tokens(args.capacity)
+    capacity = None if args.capacity is None else parse_tokens(args.capacity, "--capacity")
+    _expect_another("--events", args.events, args.trace)
     lookups, page_size = read_lookups(args.trace)
     if capacity is not None:
         num_pages = capacity // page_size
@@ -119,10 +120,20 @@ def _first_line(path: Path) -> str:
         return file.readline()
 
 
+def _expect_another(name: str, target: Path | None, source: Path) -> None:
+    """Raise ArgumentError if the file to write is the one that was read, which would be lost."""
+    from kvloom.errors import ArgumentError
+
+    if target is not None and target.resolve() == source.resolve():
+        raise ArgumentError(f"{name} must be another file than the one that is read, got {str(target)!r}")
+
+
 def _view(args: argparse.Namespace) -> None:
     from kvloom.tracing.page import write_page
     from kvloom.tracing.recording import read_lines
 
+    lines = read_lines(args.events)
     out = args.out or args.events.with_suffix(".html")
-    write_page(read_lines(args.events), out)
+    _expect_another("--out", out, args.events)
+    write_page(lines, out)
     sys.stdout.write(f"{out}\n")

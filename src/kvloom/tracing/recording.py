@@ -100,6 +100,6 @@ def _line(number: int, text: str) -> dict[str, Any]:
         elif type(line["request"]) is int and all(type(x) is int for x in line["pages"]):
             if line["t"] >= 0 and all(x in line for x in _NEEDED.get(line["kind"], ())):
                 return dict(line)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ArgumentError(f"events must be of format {FORMAT}, got line {number}: {text.strip()[:60]!r}")
