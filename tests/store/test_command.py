@@ -195,3 +195,13 @@ def test_generate_reads_its_prompt_the_second_time_and_why_says_so(
 def test_what_is_wrong_is_named(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", *args]) == 2
     assert " must be " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["", "redis://name:secret@[::1/0", "file://[x", "http://[::1"])
+def test_what_is_no_store_is_one_line_without_its_password(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args in (["store", "ls", url], ["generate", "--prompt", "x", "--store", url]):
+        assert main(args) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "store must be a" in line and "secret" not in line

@@ -64,13 +64,26 @@ class Backend(Protocol):
 
 
 def store_url(text: str) -> str:
-    """URL of a store or a local folder, from a command line's argument."""
+    """URL of a store or a local folder, from a command line's argument.
+
+    Raises:
+        ArgumentError: it is empty, as an unset variable is, which would be the current folder.
+    """
+    if not text:
+        raise ArgumentError("store must be a folder or a URL, got an empty text")
     return text if "://" in text else f"file://{quote(str(Path(text).expanduser().absolute()))}"
 
 
 def public_url(url: str) -> str:
-    """URL without secrets: without its password and its query string."""
-    parts = urlsplit(url)
+    """URL without secrets: without its password and its query string.
+
+    Raises:
+        ArgumentError: it is no URL.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # it may have a password, which is not shown
+        raise ArgumentError(f"store must be a URL of {', '.join(SCHEMES)}: {error}") from None
     user, at, host = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
     netloc = f"{name}{colon and ':***'}{at}{host}"
@@ -92,6 +105,7 @@ def connect(url: str, timeout: float, mode: int = 0o600, create: bool = True) ->
         ModuleNotFoundError: the library of this kind is not installed.
         OSError: the store cannot be opened.
     """
+    public_url(url)  # refuses what is no URL
     scheme = urlsplit(url).scheme if "://" in url else ""
     match scheme:
         case "file":
