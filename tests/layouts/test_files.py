@@ -96,3 +96,12 @@ def test_layouts_are_printed_with_axes_owner_document_and_picture(capsys: pytest
     assert main(["layouts", "ascend_nz"]) == 0
     assert capsys.readouterr().out.count("token     00110011001100112233223322332233\n") == 1
     assert main(["layouts", "nothing"]) == 2
+
+
+def test_a_target_that_cannot_be_written_is_one_line(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["convert", str(source), "/nowhere/out.safetensors", "--from", "vllm", "--to", "flashinfer"]
+    assert main(args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvloom: target must be a file that can be written: ")

@@ -29,8 +29,8 @@ def convert_file(
         Returns: The tensors that were written.
 
     Raises:
-        ArgumentError: ``source`` is damaged, or the target cannot hold it without loss.
-        OSError: a file cannot be read or written.
+        ArgumentError: ``source`` is damaged, or the target cannot hold it without loss, or be written.
+        OSError: a file cannot be read or replaced.
     """
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
@@ -52,6 +52,8 @@ def convert_file(
     try:
         save_file(dict(converted.tensors), unfinished, metadata=said)
         unfinished.replace(target)
+    except SafetensorError as error:
+        raise ArgumentError(f"target must be a file that can be written: {error}") from error
     finally:
         unfinished.unlink(missing_ok=True)
     return converted
