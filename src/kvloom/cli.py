@@ -303,8 +303,8 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     with _options_named(
-        "kv|values|pack|batch_invariant|host|port|page_size|max_\\w+|(?:body|header|drain)_seconds|api_keys|"
-        "allowed_origins|tls_certificate"
+        "kv|values|pack|batch_invariant|store|host|port|page_size|max_\\w+|(?:body|header|drain)_seconds|"
+        "session_\\w+|api_keys|allowed_origins|tls_certificate"
     ):
         return command.run(args, _load_folder)
 

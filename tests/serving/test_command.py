@@ -63,6 +63,8 @@ def test_missing_packages_are_named_with_the_command_that_helps() -> None:
         (["--host", "\xe4..b", "--api-key", "k"], "--host must be a name or an address, got '\xe4..b'"),
         (["--chat-template", "/nowhere"], "--chat-template must be text in UTF-8"),
         (["--record", "/nowhere/events.jsonl"], "--record must be a file that can be written"),
+        (["--session-share", "2"], "--session-share must be from 0 to 1, got 2.0"),
+        (["--session-seconds", "0"], "--session-seconds must be from 0.01 to 31,536,000, got 0.0"),
         (["--record-text"], "--record-text must be given with --record, got it alone"),
         (["--api-key", " "], "--api-key must be printable ASCII"),
         (

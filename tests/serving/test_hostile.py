@@ -144,3 +144,13 @@ def test_a_field_that_is_not_served_is_named(field: str) -> None:
     """What the test above adds to each request is what refuses it, and nothing else of the request."""
     with pytest.raises(ArgumentError, match=field):
         Wanted.of({"prompt": "x", field: 2}, "text", None)
+
+
+def test_what_nests_too_deep_to_be_shown_is_refused() -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(
+        ArgumentError, match=r"temperature must be a number .* got a list that nests too deep"
+    ):
+        Wanted.of({"temperature": value}, "text", None)

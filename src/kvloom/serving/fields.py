@@ -9,7 +9,10 @@ from kvloom.errors import ArgumentError
 
 def shown(value: Any) -> str:
     """Text of a value in an error, at most 60 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON nests deeper than what it becomes can be written
+        return f"a {type(value).__name__} that nests too deep"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
