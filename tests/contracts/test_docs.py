@@ -67,3 +67,20 @@ def test_every_header_says_what_it_is() -> None:
 def test_the_invariants_count_the_planted_bugs() -> None:
     count = len(list((ROOT / "tests" / "mutants").glob("*.patch")))
     assert f"plants {count} bugs" in (ROOT / "INVARIANTS.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_counts_the_named_layouts() -> None:
+    from kvloom.layouts import LAYOUTS
+
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"[{len(LAYOUTS)} named layouts](docs/layouts.md)" in text
+
+
+def test_the_architecture_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvloom.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = re.findall(r"^    ([a-z]+)\b", capsys.readouterr().out, re.MULTILINE)
+    head, _, _ = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("info.py")
+    assert "isolation" in told and {*told} - {*re.findall(r"[a-z]+", head)} == set()
