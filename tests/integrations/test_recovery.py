@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,53 @@ def test_states_that_are_a_step_ahead_of_the_keys_are_noticed(rollback: int) -> 
         cache.restore(snapshot)
     for mended in (cache, other):
         assert torch.equal(model(text(3, 2), past_key_values=mended, use_cache=True).logits, expected)
+
+
+@contextmanager
+def interrupted(module: str, at: int) -> Iterator[list[int]]:
+    """Ctrl-C at a line of the growth of storage or pool; yields how many lines ran."""
+    lines = [0]
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if event == "call":
+            is_there = frame.f_code.co_name in ("grow", "_reallocate") or frame.f_back.f_trace is trace
+            return trace if is_there and frame.f_globals.get("__name__", "").startswith(module) else None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lines
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("module", ["kvloom.caches.storage", "kvloom.paging.pool"])
+def test_ctrl_c_while_a_cache_grows_leaves_it_and_its_forks_whole(module: str) -> None:
+    model = make_model("sdpa")
+
+    def start() -> tuple[KVCache, KVCache]:
+        cache = KVCache.for_model(model, page_size=4)
+        model(text(20), past_key_values=cache)
+        return cache, cache.fork()
+
+    expected = model(text(3, 2), past_key_values=start()[0]).logits
+    with interrupted(module, 0) as lines:
+        model(text(1, 1), past_key_values=start()[0])
+    assert lines[0] > 10
+    for at in range(1, lines[0] + 1):
+        cache, fork = start()
+        with interrupted(module, at):
+            model(text(1, 1), past_key_values=cache)
+        cache.crop(20 - max(lengths(cache)))
+        for whole in (cache, fork):
+            assert torch.equal(model(text(3, 2), past_key_values=whole).logits, expected), at
 
 
 def test_reset_leaves_a_fork_without_tokens_usable() -> None:

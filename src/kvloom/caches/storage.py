@@ -80,7 +80,8 @@ class Storage:
         self.device = device
         self.num_extents = self.stride = 0
         self._found: tuple[tuple[slice, int], tuple[Tensor, Tensor] | None] | None = None
-        self._hold(self._allocate(0, 0))
+        self.tensors = self._allocate(0, 0)
+        self.view = self._view(self.tensors)
 
     @classmethod
     def of(
@@ -275,13 +276,10 @@ class Storage:
             elif have:
                 split = target.unflatten(0, (num_extents, stride))
                 split[:, :have] = source.unflatten(0, (num_extents, have))
-        self.num_extents, self.stride = num_extents, stride
-        self._hold(tensors)
-
-    def _hold(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-        self.view = self._view(tensors)
-        self._found = None
+        # At once, so that Ctrl-C leaves all of the old or all of the new.
+        self.num_extents, self.stride, self.tensors, self.view, self._found = (
+            num_extents, stride, tensors, view, None,
+        )  # fmt: skip
 
     def _view(self, tensors: Tensors) -> KVView:
         key, value = self.specs

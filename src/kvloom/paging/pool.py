@@ -165,17 +165,18 @@ class PagePool:
         if num_extents < 1:
             raise ArgumentError(f"num_extents must be at least 1, got {num_extents}")
         first, end = self.num_pages, self.num_pages + num_pages
-        if first == 0:
-            self._extents = [[] for _ in range(num_extents)]
-        self._refs += [PageRef(page, 0) for page in range(first, end)]
-        self._counts += [0] * num_pages
-        self._free = dict.fromkeys(range(end - 1, first - 1, -1)) | self._free
-        page, count = first, len(self._extents)
-        for i, pages in enumerate(self._extents):
+        extents = [[] for _ in range(num_extents)] if first == 0 else [[*pages] for pages in self._extents]
+        places, page, count = [*self._places], first, len(extents)
+        for i, pages in enumerate(extents):
             while page < end and len(pages) < -(-(end - i) // count):
-                self._places.append((i, len(pages)))
+                places.append((i, len(pages)))
                 pages.append(page)
                 page += 1
+        refs, counts = [PageRef(page, 0) for page in range(first, end)], self._counts + [0] * num_pages
+        free = dict.fromkeys(range(end - 1, first - 1, -1)) | self._free
+        # At once, so that Ctrl-C leaves all of the old or all of the new.
+        new = self._refs + refs, counts, free, extents, places
+        self._refs, self._counts, self._free, self._extents, self._places = new
         if self.events is not None:
             self.events.note("grow", [], num_pages=end)
 
