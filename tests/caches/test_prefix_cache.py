@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvloom import QuantSpec, Scores, ops
 from kvloom.caches import CacheFormat, PrefixCache, PrefixSequence
-from kvloom.errors import ArgumentError, OutOfPages, ShapeError, StateError
+from kvloom.errors import ArgumentError, OutOfMemory, OutOfPages, ShapeError, StateError
 from kvloom.ops.impl import cpu
 from kvloom.quant.affine import dequantize, quantize
 
@@ -323,3 +323,10 @@ def test_a_saved_cache_with_windows_goes_on() -> None:
     for one, other in zip(attended(again, found, [2]), whole, strict=True):
         assert torch.equal(one, other[28:])
     again.check()
+
+
+@pytest.mark.parametrize("max_tokens", [10**15, 10**30])
+def test_more_pages_than_their_lists_have_memory_for_are_refused_at_once(max_tokens: int) -> None:
+    format = CacheFormat(page_size=4, max_tokens=max_tokens)
+    with pytest.raises(OutOfMemory, match=r"max_tokens of \d+ pages must fit memory"):
+        PrefixCache(format, num_layers=1, heads=2, head_dim=8, dtype=torch.float32)

@@ -14,6 +14,7 @@ from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.memory import counted
 from kvloom.caches.storage import Storage
+from kvloom.core.memory import expect_memory
 from kvloom.errors import OutOfPages
 from kvloom.paging import Copy, Growth, PagePool, PageTable
 
@@ -23,6 +24,8 @@ _RESIDUAL: Final = 16
 """Page size of a residual window whose pages are not kept for prefixes."""
 _SHARE: Final = 32
 """Token slots of codes for each slot of a residual window, where pages are kept for prefixes."""
+_PAGE_BYTES: Final = 256
+"""Bytes of a page in the pool's lists, about."""
 _ENDS: Final = 8
 """Minimum number of texts whose residual windows fit, where pages are kept for prefixes."""
 
@@ -124,6 +127,9 @@ class Pages:
             self.residual._keep(max(num_tokens // _SHARE // size, _ENDS * end))
 
     def _keep(self, num_pages: int) -> None:
+        expect_memory(
+            f"max_tokens of {counted(num_pages, 'page')}", num_pages * _PAGE_BYTES, torch.device("cpu")
+        )
         self.is_kept = True
         self.pool.grow(max(num_pages - self.pool.num_pages, 0))
 

@@ -99,7 +99,7 @@ def expect_memory(what: str, nbytes: int, device: torch.device) -> None:
         return
     try:
         torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # TypeError where the number does not fit 64 bits
         raise OutOfMemory(f"{what} must fit memory, got {nbytes} bytes on {device}") from None
 
 
