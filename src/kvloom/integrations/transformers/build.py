@@ -1,5 +1,6 @@
 """Cache formats and cache layers for a model's configuration."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,13 @@ from kvloom.integrations.transformers.layers import (
     StaticKVCacheLayer,
 )
 from kvloom.integrations.transformers.mixers import watch_mixers
-from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
+from kvloom.integrations.transformers.text_config import (
+    has_latents,
+    head_dims_of,
+    layers_of_later_passes,
+    names_all_passes,
+    text_config_of,
+)
 
 if TYPE_CHECKING:
     from kvloom.integrations.transformers.smoothing import LayerSmoothing
@@ -51,8 +58,27 @@ TheirStatefulLayer: Final = getattr(cache_utils, "LinearAttentionLayer", type(No
 StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", type(None))
 
 
+def cache_layers_of(model: Any) -> tuple[list[Any], list[int], set[int] | None]:
+    """The layers of transformers' own cache for a model.
+
+    Returns:
+        Empty layers; for each the number of its layer in the configuration, which is its own except for later
+        passes over a layer; and the numbers of those that the model updates, ``None`` for all.
+    """
+    config, used = text_config_of(model), layers_used(model)
+    theirs = DynamicCache(config=config).layers
+    theirs = theirs if used is None else theirs[: max(used) + 1]
+    later = layers_of_later_passes(config)
+    numbers = [*range(len(theirs)), *later]
+    if used is not None:
+        used |= {*range(len(theirs), len(numbers))}
+    return [*theirs, *(copy.deepcopy(theirs[i]) for i in later)], numbers, used
+
+
 def layers_used(model: Any) -> set[int] | None:
     """Numbers of the cache layers that the model updates; ``None`` for all that its configuration names."""
+    if names_all_passes(text_config_of(model)):
+        return None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = (model if decoder is None else decoder).modules()
     numbers = {getattr(module, "layer_idx", None) for module in modules}
@@ -185,11 +211,11 @@ def make_layers(
         answer_latents(model)
     # The configuration that layers read; of an old encoder-decoder model ``config`` is a copy.
     live = model.config if type(config) is type(model.config) else config
-    theirs, used = DynamicCache(config=config).layers, layers_used(model)
-    theirs = theirs if used is None else theirs[: max(used) + 1]
+    theirs, numbers, used = cache_layers_of(model)
     if any(isinstance(x, StatefulLayer) for x in theirs):
         watch_mixers(model)
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
+    kinds = [kinds[number] for number in numbers if number < len(kinds)]
     if keeps_states_elsewhere(model, theirs):
         kinds = ["recurrent"] * len(theirs)
     by_window: dict[int | None, Sequences] = {}
@@ -221,5 +247,5 @@ def make_layers(
             layers.append(own(paged, live, **states))
         layers[-1].is_used = used is None or index in used
         if indexed:
-            layers[-1].keep(**_own_streams(config, index))
+            layers[-1].keep(**_own_streams(config, numbers[index]))
     return [*layers, *theirs[len(layers) :]]

@@ -226,6 +226,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+    __deepcopy__ = _refuse  # such as of a model that appends copies, which no change of rows would reach
 
 
 class _Reading:

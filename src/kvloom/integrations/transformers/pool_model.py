@@ -25,7 +25,7 @@ from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheL
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.rope import dynamic_rope
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.text_config import reads_later_passes, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -134,7 +134,13 @@ def expect_prefixes(model: Any) -> None:
             f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
             f"{name}"
         )
-    text = text_config_of(model)
+    text, why = text_config_of(model), ""
+    if reads_later_passes(text):
+        why = "passes over a layer read the last one's keys of earlier forwards and their own of this one"
+    if why:
+        raise UnsupportedError(
+            f"model must have the same keys and values however a text is cut, got {name}, in which {why}"
+        )
     sees_all = getattr(text, "use_bidirectional_attention", None) in (True, "all")
     sees_all |= getattr(text, "is_causal", None) is False
     # transformers before 5 does not say so in the configuration of paligemma.

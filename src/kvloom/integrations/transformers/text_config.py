@@ -95,3 +95,30 @@ def _has_expanding_class(configuration: str) -> bool:
     except ImportError:
         return False
     return any(hasattr(x, EXPAND) for x in vars(module).values() if isinstance(x, type))
+
+
+def layers_of_later_passes(config: Any) -> list[int]:
+    """Numbers of the layers whose later passes have keys and values of their own, in the order of the cache.
+
+    Models that compute some layers several times, such as Dory and Inkling 2 Loop, append copies of these
+    layers' caches to a cache that has no more than their layers. A ``KVCache`` has them from the start.
+    """
+    fields = vars(config)
+    if "loop_num_passes" in fields:
+        layers = range(config.loop_layer_index_start, config.loop_layer_index_end)
+        return [*layers] * (config.loop_num_passes - 1)
+    if fields.get("recurrent_kv_cache_mode") == "per_loop":
+        first = config.n_input_layers
+        return [*range(first, first + config.n_recurrent_layers)] * (config.n_recurrent_loops - 1)
+    return []
+
+
+def names_all_passes(config: Any) -> bool:
+    """Whether a configuration counts each pass over a layer as a layer, as HRM's does."""
+    return "num_layers_per_stack" in vars(config)
+
+
+def reads_later_passes(config: Any) -> bool:
+    """Whether passes over a layer read what the last pass kept of earlier forwards, as Dory's may."""
+    is_so = vars(config).get("recurrent_kv_cache_mode") == "last_loop"
+    return bool(is_so and config.n_recurrent_loops > 1)

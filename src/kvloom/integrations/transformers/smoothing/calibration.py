@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 
+from kvloom.integrations.transformers.build import cache_layers_of
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.per_state import once_per_state
@@ -132,10 +133,7 @@ def _device_of(model: Any) -> torch.device:
 
 def _num_layers(model: Any) -> int:
     """Number of layers of the model's cache."""
-    used = {getattr(module, "layer_idx", None) for module in _decoder_of(model).modules()}
-    named = len(DynamicCache(config=_text_config(model)).layers)
-    numbers = [x for x in used if isinstance(x, int)]
-    return min(named, max(numbers) + 1) if numbers and named else named or len(numbers)
+    return len(cache_layers_of(model)[0])
 
 
 def _decoder_of(model: Any) -> nn.Module:
