@@ -21,6 +21,7 @@ from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer,
 from kvloom.integrations.transformers.latents import answer_latents
 from kvloom.integrations.transformers.layers import (
     THEIR_HYBRID_LAYERS,
+    CrossLayer,
     HybridKVCacheLayer,
     KVCacheLayer,
     StaticKVCacheLayer,
@@ -218,9 +219,13 @@ def make_layers(
     kinds = [kinds[number] for number in numbers if number < len(kinds)]
     if keeps_states_elsewhere(model, theirs):
         kinds = ["recurrent"] * len(theirs)
+    across = getattr(config, "cross_attention_layers", None) or ()
     by_window: dict[int | None, Sequences] = {}
     layers: list[Any] = []
     for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
+        if numbers[index] in across:
+            layers.append(CrossLayer())
+            continue
         hybrid = type(layer) in THEIR_HYBRID_LAYERS
         indexed = type(layer) is TheirIndexedLayer
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not (hybrid or indexed):

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar, cast
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvloom.caches import FixedLayer, PagedLayer, Sequences, TokenIndex
 from kvloom.caches.assigning import SIDES
@@ -338,6 +338,16 @@ else:  # no model has such layers
 
     class HybridKVCacheLayer(KVCacheLayer):  # type: ignore[no-redef]
         """Not in this version of transformers."""
+
+
+class CrossLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of pictures that a layer attends to, as in Mllama, without tokens of the text.
+
+    They are kept as transformers keeps them, and a crop of the text leaves them.
+    """
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Do nothing."""
 
 
 def num_kept(tokens_to_remove: int, num_tokens: int) -> int:
