@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers import KVCache, KVCacheLayer, build
+from kvloom.integrations.transformers import KVCache, KVCacheLayer, build, enable
 
 SMALL = {
     "vocab_size": 99,
@@ -232,6 +232,14 @@ def test_a_model_without_keys_is_refused() -> None:
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99, state_size=8)
     with pytest.raises(UnsupportedError, match="model must have layers that attend to keys and values"):
         KVCache.for_model(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_with_a_cache_class_of_its_own_is_refused() -> None:
+    sizes = SMALL | {"num_local_experts": 2, "layer_types": ["full_attention", "linear_attention"] * 2}
+    model = AutoModelForCausalLM.from_config(transformers.MiniMaxConfig(**sizes, head_dim=8))
+    for refusing in (enable, KVCache.for_model):
+        with pytest.raises(UnsupportedError, match="MiniMaxForCausalLM, which has a cache of its own"):
+            refusing(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])

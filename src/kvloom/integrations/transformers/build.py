@@ -208,6 +208,10 @@ def make_layers(
             a layer has recurrent states.
     """
     config = text_config_of(model)
+    if not getattr(type(model), "_supports_default_dynamic_cache", lambda: True)():
+        raise UnsupportedError(
+            f"model must work with a DynamicCache, got {type(model).__name__}, which has a cache of its own"
+        )
     if has_latents(config):
         answer_latents(model)
     # The configuration that layers read; of an old encoder-decoder model ``config`` is a copy.
