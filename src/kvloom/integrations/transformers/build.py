@@ -29,6 +29,7 @@ from kvloom.integrations.transformers.layers import (
 from kvloom.integrations.transformers.mixers import watch_mixers
 from kvloom.integrations.transformers.text_config import (
     has_latents,
+    has_windows_of_keeping,
     head_dims_of,
     layers_of_later_passes,
     names_all_passes,
@@ -211,6 +212,10 @@ def make_layers(
     if not getattr(type(model), "_supports_default_dynamic_cache", lambda: True)():
         raise UnsupportedError(
             f"model must work with a DynamicCache, got {type(model).__name__}, which has a cache of its own"
+        )
+    if static and has_windows_of_keeping(config):
+        raise UnsupportedError(
+            f"static must be False for {type(model).__name__}, whose tokens see all of their own forward"
         )
     if has_latents(config):
         answer_latents(model)

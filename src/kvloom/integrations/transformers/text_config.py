@@ -122,3 +122,12 @@ def reads_later_passes(config: Any) -> bool:
     """Whether passes over a layer read what the last pass kept of earlier forwards, as Dory's may."""
     is_so = vars(config).get("recurrent_kv_cache_mode") == "last_loop"
     return bool(is_so and config.n_recurrent_loops > 1)
+
+
+def has_windows_of_keeping(config: Any) -> bool:
+    """Whether a window bounds what a cache keeps after a forward, and not what its tokens see.
+
+    A token then sees as much more as there were tokens before it in its forward.
+    """
+    is_one = getattr(config, "model_type", "") in ("moshi", "kyutai_speech_to_text")
+    return is_one and getattr(config, "sliding_window", None) is not None
