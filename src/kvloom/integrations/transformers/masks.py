@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from kvloom.integrations.transformers.lazy_tensor import LazyTensor
+from kvloom.integrations.transformers.text_config import works_with_sdpa
 
 
 class CompactMask(LazyTensor):
@@ -22,9 +23,9 @@ class CompactMask(LazyTensor):
         first: ``[B]`` int64, the first visible column of each sequence; 0 if ``None``.
         taken: Number of columns that hold tokens, the last of which are the queries; all if ``None``.
         window: Columns that a query sees, its own included; ``None`` for all before it.
+        dtype: Dtype of the mask: bool, true is visible, or that of a mask that is added to scores.
     """
 
-    dtype = torch.bool
     ndim = 4
 
     def __init__(
@@ -34,8 +35,10 @@ class CompactMask(LazyTensor):
         first: Tensor | None = None,
         taken: int | Tensor | None = None,
         window: int | None = None,
+        dtype: torch.dtype = torch.bool,
     ) -> None:
         self.sizes = shape
+        self.dtype = dtype
         self.device = device
         self.first = first
         self.taken = taken
@@ -60,14 +63,18 @@ class CompactMask(LazyTensor):
         return torch.full((rows,), num_columns if self.taken is None else self.taken, device=self.device)
 
     def gather(self) -> Tensor:
-        """The bool mask; true is visible."""
+        """The mask as a tensor."""
         _, _, num_new, num_columns = self.sizes
-        return visible(self.lengths, num_new, num_columns, first=self.first, window=self.window)
+        seen = visible(self.lengths, num_new, num_columns, first=self.first, window=self.window)
+        if self.dtype == torch.bool:
+            return seen
+        added = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+        return added.masked_fill(~seen, torch.finfo(self.dtype).min)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> "CompactMask":
         """The same mask on another device."""
         first = None if self.first is None else self.first.to(device)
-        return CompactMask(self.sizes, torch.device(device), first, self.taken, self.window)
+        return CompactMask(self.sizes, torch.device(device), first, self.taken, self.window, self.dtype)
 
     def contiguous(self) -> "CompactMask":
         """The mask itself; ``generate`` calls this when it makes masks before a compiled step."""
@@ -91,7 +98,8 @@ def attention_mask(
     Returns:
         ``None`` where ``sdpa`` takes ``None``: a single query sees every column, and for a whole text the
         module says whether it is causal. A compact mask if a query sees the columns up to its own, except
-        left padding, free columns and columns outside a sliding window. Else a bool mask ``[B, 1, Q, N]``.
+        left padding, free columns and columns outside a sliding window. Else a bool mask ``[B, 1, Q, N]``,
+        or that of eager attention for a model that does not work with ``sdpa``.
     """
     if isinstance(attention_mask, CompactMask):
         return attention_mask
@@ -99,12 +107,15 @@ def attention_mask(
     window = None if mask_function is causal_mask_function else kwargs.get("local_size")
     is_optional = kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip", False)
 
+    is_of_sdpa = works_with_sdpa(kwargs.get("config"))
+    dtype = torch.bool if is_of_sdpa else kwargs.get("dtype", torch.float32)
+
     def compact(first: Tensor | None, taken: int | Tensor | None, limit: int | None) -> CompactMask | None:
         says_nothing = first is None and taken is None and limit is None
-        if is_optional and says_nothing and num_new in (1, kv_length):
+        if is_optional and says_nothing and num_new in ((1, kv_length) if is_of_sdpa else (1,)):
             return None
         device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
-        return CompactMask((batch_size, 1, num_new, kv_length), device, first, taken, limit)
+        return CompactMask((batch_size, 1, num_new, kv_length), device, first, taken, limit, dtype)
 
     if mask_function is causal_mask_function or _slides(window, kwargs):
         fits, first = _left_padding(attention_mask, kv_length, kwargs)
@@ -122,7 +133,16 @@ def attention_mask(
         fits, first = _leading_gap(mask[:, 0, 0])
         if fits:
             return compact(first, None, None)
-    return mask
+    if is_of_sdpa:
+        return mask
+    added: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["eager"](
+        batch_size=batch_size,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+    return added
 
 
 def visible(

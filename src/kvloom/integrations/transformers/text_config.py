@@ -4,12 +4,14 @@ import functools
 from importlib import import_module
 from typing import Any, Final
 
-from transformers import PretrainedConfig
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from kvloom.errors import ArgumentError
 
 EXPAND: Final = "expand_kv"
 """Name of the method that expands latents to keys and values, in layers that cache latents."""
+_BASE: Final = PreTrainedModel.__module__
 
 
 def text_config_of(model: Any) -> Any:
@@ -90,11 +92,40 @@ def has_latents(config: Any) -> bool:
 
 @functools.cache
 def _has_expanding_class(configuration: str) -> bool:
+    return any(hasattr(x, EXPAND) for x in _classes_beside(configuration))
+
+
+def _classes_beside(configuration: str) -> list[type]:
+    """Classes in the file of the models of a file of configurations; empty if it cannot be imported."""
     try:
         module = import_module(configuration.replace(".configuration_", ".modeling_"))
     except ImportError:
-        return False
-    return any(hasattr(x, EXPAND) for x in vars(module).values() if isinstance(x, type))
+        return []
+    return [x for x in vars(module).values() if isinstance(x, type)]
+
+
+def works_with_sdpa(config: Any) -> bool:
+    """Whether models of a configuration work with ``sdpa``; true if it is not known.
+
+    The layers of others need not say whether they are causal, and may add masks to scores of their own.
+    """
+    return config is None or _has_class_with_sdpa(type(config).__module__)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_class_with_sdpa(configuration: str) -> bool:
+    if configuration not in _WITH_SDPA:
+        _WITH_SDPA[configuration] = _find_class_with_sdpa(_classes_beside(configuration))
+    return _WITH_SDPA[configuration]
+
+
+_WITH_SDPA: Final[dict[str, bool]] = {}
+
+
+def _find_class_with_sdpa(classes: list[type]) -> bool:
+    of_models = (x for x in classes if x.__module__ != _BASE)
+    said = [x._supports_sdpa for x in of_models if hasattr(x, "_supports_sdpa")]
+    return not said or any(said)
 
 
 def layers_of_later_passes(config: Any) -> list[int]:

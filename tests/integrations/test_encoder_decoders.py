@@ -1,0 +1,63 @@
+"""Encoder-decoder models that are enabled: texts, generated and given, are those of the stock attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from integrations.test_families import padded_prompts
+from transformers import AutoModelForSeq2SeqLM
+
+from kvloom.integrations.transformers import disable, enable
+
+SIZES = {
+    "vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "dropout": 0.0,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bart": ("BartConfig", SIZES),
+    # Of these, which know no sdpa, no layer says whether it is causal.
+    "NLLB-MoE": ("NllbMoeConfig", SIZES | {"num_experts": 2, "router_jitter_noise": 0.0}),
+    "Pegasus X": ("PegasusXConfig", SIZES | {"num_global_tokens": 2, "block_size": 8}),
+    # The encoder adds its mask to scores of its own.
+    "BigBird-Pegasus": ("BigBirdPegasusConfig", SIZES | {"attention_type": "original_full"}),
+}
+NAMES = [name for name, (config, _) in FAMILIES.items() if hasattr(transformers, config)]
+
+
+def family(name: str) -> Any:
+    config, sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(getattr(transformers, config)(**sizes)).eval()
+    generation = model.generation_config
+    generation.eos_token_id = generation.forced_eos_token_id = generation.forced_bos_token_id = None
+    generation.pad_token_id, generation.decoder_start_token_id = 0, 1
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_text_is_continued(name: str, use_cache: bool) -> None:
+    model, prompt = family(name), padded_prompts()
+    prompt |= {"decoder_input_ids": torch.tensor([[1, 5, 6, 7], [1, 8, 9, 10]])}
+    options = {"max_new_tokens": 12, "do_sample": False, "use_cache": use_cache}
+    expected = model.generate(**prompt, **options)
+    enable(model)
+    assert torch.equal(model.generate(**prompt, **options), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_given_text_has_its_logits(name: str) -> None:
+    model, prompt = family(name), padded_prompts()
+    prompt |= {"decoder_input_ids": torch.tensor([[1, 5, 6, 7], [1, 8, 9, 10]])}
+    logits = []
+    for change in (disable, enable):
+        change(model)
+        with torch.no_grad():
+            logits += [model(**prompt, use_cache=use_cache).logits for use_cache in (True, False)]
+    for each in logits[1:]:
+        torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
