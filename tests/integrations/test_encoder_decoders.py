@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ SIZES = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     "dropout": 0.0,
 }  # fmt: skip
+HALF = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "initializer_range": 0.3,
+    "layer_types": ["sliding_attention", "full_attention"], "attention_dropout": 0.0,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Bart": ("BartConfig", SIZES),
     # Of these, which know no sdpa, no layer says whether it is causal.
@@ -25,6 +31,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Pegasus X": ("PegasusXConfig", SIZES | {"num_global_tokens": 2, "block_size": 8}),
     # The encoder adds its mask to scores of its own.
     "BigBird-Pegasus": ("BigBirdPegasusConfig", SIZES | {"attention_type": "original_full"}),
+    # Windows are of the decoder's own text, and not of the encoder's.
+    "T5Gemma": ("T5GemmaConfig", {"encoder": HALF, "decoder": HALF | {"cross_attention_hidden_size": 32}}),
 }
 NAMES = [name for name, (config, _) in FAMILIES.items() if hasattr(transformers, config)]
 
@@ -61,3 +69,9 @@ def test_a_given_text_has_its_logits(name: str) -> None:
             logits += [model(**prompt, use_cache=use_cache).logits for use_cache in (True, False)]
     for each in logits[1:]:
         torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_attention_that_was_replaced_is_not_said_to_stay(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="kvloom"):
+        enable(family("Bart"))
+    assert caplog.messages == []

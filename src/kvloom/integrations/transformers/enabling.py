@@ -107,7 +107,8 @@ class _Enabled:
         self._config_name = names[0] if names else ""
         self._attention = config._attn_implementation
         self._set_attention(model, IMPLEMENTATION)
-        if config._attn_implementation != IMPLEMENTATION:
+        # Of an encoder-decoder model each is a new copy.
+        if text_config_of(model)._attn_implementation != IMPLEMENTATION:
             _LOG.warning(
                 "attention of %s stays %r: it cannot be replaced", type(model).__name__, self._attention
             )
@@ -129,7 +130,7 @@ class _Enabled:
         cache = KVCache.for_model(model, **self.options)
         if not model.config.is_encoder_decoder:
             return cache
-        return EncoderDecoderCache(cache, DynamicCache(config=text_config_of(model)))
+        return EncoderDecoderCache(cache, DynamicCache())  # windows are of the text that is generated
 
     def _set_attention(self, model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation({self._config_name: name} if self._config_name else name)
