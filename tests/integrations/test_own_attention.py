@@ -1,4 +1,4 @@
-"""Models of which a part attends by code of its own: its masks are the stock ones."""
+"""Models of which a part attends by code of its own: its masks are the stock ones, and it is named."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from integrations.test_families import MODES, continued
 from transformers import DynamicCache, GitConfig, GitForCausalLM
 
 from kvloom.integrations.transformers import enable
+from kvloom.integrations.transformers.invariance import report_layers
 
 
 def git() -> Any:
@@ -41,3 +42,14 @@ def test_a_text_alone_is_read_causally() -> None:
         enable(model)
         assert torch.equal(model(ids, use_cache=False).logits, expected)
         torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_it_is_no_more_batch_invariant_than_its_attention() -> None:
+    model = git()
+    enable(model, batch_invariant=True)
+    reasons = report_layers(model).not_invariant
+    assert reasons == {
+        "attention is not called through transformers' interface": [
+            f"git.encoder.layer.{i}.attention.self" for i in range(2)
+        ]
+    }

@@ -42,6 +42,8 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "Seed-OSS": ("SeedOssConfig", {"head_dim": 8}),
     "EXAONE 4": ("Exaone4Config", {"sliding_window": 8}),
     "DiffLlama": ("DiffLlamaConfig", {}),
+    # Whose experts have no product but those of the operator @.
+    "Aria": ("AriaTextConfig", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
 }
 ALL = {name: (config, differs) for name, (config, differs, *_) in FAMILIES.items()} | OTHERS | MORE
 # Attention of their own, or sums over a whole text whose order is that of the cut.

@@ -17,6 +17,7 @@ from kvloom.integrations.transformers.invariance.layers import (
     LINEAR,
     Invariant,
     InvariantRows,
+    computes_attention,
     invariant_class,
     matrix_of,
 )
@@ -251,6 +252,8 @@ def _note(report: LayerReport, name: str, layer: nn.Module) -> None:
         report.rules[str(rule)] = report.rules.get(str(rule), 0) + 1
     elif isinstance(layer, nn.Linear) and not isinstance(layer, Invariant):
         reason = f"{type(layer).__name__} is no linear layer of torch"
+    if hasattr(layer, "layer_idx") and computes_attention(type(layer)):
+        reason = "attention is not called through transformers' interface"
     if "forward" in vars(layer) and (isinstance(layer, Invariant) or kind_of(layer) in LINEAR):
         reason = "its forward was replaced"
     if reason:

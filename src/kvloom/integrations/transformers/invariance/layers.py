@@ -6,6 +6,7 @@ nn.Linear)`` stays true. In graphs that torch compiles they compute like their p
 Shapes: M rows, K inputs, N outputs.
 """
 
+import dis
 import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -124,6 +125,12 @@ def _names(kind: type) -> set[str]:
     return names
 
 
+def computes_attention(kind: type[nn.Module]) -> bool:
+    """Whether a class of layers stores keys in a cache and attends to them by code of its own."""
+    names = _names(kind)
+    return "update" in names and not {"ALL_ATTENTION_FUNCTIONS", "get_interface"} & names
+
+
 def _codes(member: Any) -> Iterator[CodeType]:
     function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) else member
     if isinstance(function, FunctionType):
@@ -131,9 +138,10 @@ def _codes(member: Any) -> Iterator[CodeType]:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Names that code and the functions in it refer to."""
+    """Names that code and the functions in it refer to; the operator ``@`` counts as ``matmul``."""
     inner = (x for x in code.co_consts if isinstance(x, CodeType))
-    return set(code.co_names).union(*map(names_in, inner))
+    products = (x for x in dis.get_instructions(code) if "MATRIX_MULTIPLY" in x.opname or x.argrepr == "@")
+    return set(code.co_names).union(*map(names_in, inner), ("matmul" for _ in products))
 
 
 def _reduce(self: Any, _protocol: Any) -> tuple[Any, ...]:
