@@ -28,6 +28,7 @@ from kvloom.integrations.transformers.lengths import (
     counts_of_rows,
     expect_maskable,
     expect_one_length,
+    is_within_step,
     lengths_of,
 )
 from kvloom.integrations.transformers.smoothing import smoothing_for
@@ -235,12 +236,16 @@ class KVCache(StatefulCache):
             StateError: as ``expect_whole``.
             UnsupportedError: layers have different lengths, and one mask does not fit them all.
         """
-        self.expect_whole()
-        if self._has_states and not torch.compiler.is_compiling():
-            self._begin_forward(max(lengths_of(self._own_layers), default=0))
+        layer_idx = kwargs["layer_idx"] if "layer_idx" in kwargs else args[-1]
+        num_new = kwargs.get("query_length", args[0] if args else None)
+        is_of_all = not is_within_step(self.layers, layer_idx, num_new)
+        if is_of_all:
+            self.expect_whole()
+            if self._has_states and not torch.compiler.is_compiling():
+                self._begin_forward(max(lengths_of(self._own_layers), default=0))
         length, offset = super().get_mask_sizes(*args, **kwargs)
-        if len(self.sequences) > 1:
-            expect_maskable(self, length, kwargs.get("layer_idx", args[-1]))
+        if is_of_all and len(self.sequences) > 1:
+            expect_maskable(self, length, layer_idx)
         return length, offset
 
     def expect_whole(self) -> None:

@@ -141,7 +141,7 @@ def expect_prefixes(model: Any) -> None:
     text, why = text_config_of(model), ""
     if reads_later_passes(text):
         why = "passes over a layer read the last one's keys of earlier forwards and their own of this one"
-    elif has_windows_of_keeping(text_config_of(model)):
+    elif has_windows_of_keeping(text):
         why = "tokens see all of their own forward, and a window of those before it"
     if why:
         raise UnsupportedError(
