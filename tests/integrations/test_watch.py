@@ -19,6 +19,7 @@ from torch import nn
 
 from kvloom.integrations.transformers import enable
 from kvloom.integrations.transformers.module_reader import behavior_digest
+from kvloom.integrations.transformers.tensor_state import sample_on_devices
 from kvloom.integrations.transformers.watch import ModelWatch
 
 strength = 1.0
@@ -340,3 +341,14 @@ def test_behavior_is_the_same_for_the_same_modules() -> None:
     assert len(digests) == 1
     model.model.layers[0].self_attn.scaling = 0.5
     assert behavior_digest(model) not in digests
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_sample_of_a_device_is_spread_over_each_tensor(dtype: torch.dtype) -> None:
+    tensors = [torch.zeros(0, dtype=dtype), torch.zeros(7, dtype=dtype), torch.zeros(64, 65, dtype=dtype)]
+    before = sample_on_devices(tensors)
+    for tensor, part in ((tensors[1], slice(0, 1)), (tensors[2], slice(0, 2)), (tensors[2], slice(62, 64))):
+        tensor[part] = 1
+        assert sample_on_devices(tensors) != before
+        tensor[part] = 0
+    assert sample_on_devices(tensors) == before

@@ -1,6 +1,7 @@
 """Signs that a tensor was written: its version, address and a sample of its elements; and its sum."""
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -48,6 +49,15 @@ def sample_at(tensor: Tensor, first: int, count: int) -> bytes:
     elements = memory.cast(_FORMATS.get(tensor.itemsize, "B"))  # type: ignore[call-overload]
     # A step is odd, so that other rows have other columns in the sample.
     return bytes(elements[:: len(elements) // _SAMPLED | 1].tobytes())
+
+
+def sample_on_devices(tensors: Iterable[Tensor]) -> list[bytes]:
+    """Elements throughout tensors in memory that the processor cannot read, copied once from each device."""
+    parts: dict[torch.device, list[Tensor]] = {}
+    for x in tensors:
+        elements = x.detach().reshape(-1)[:: x.numel() // _SAMPLED | 1]
+        parts.setdefault(x.device, []).append(elements.float())
+    return [torch.cat(x).cpu().numpy().tobytes() for x in parts.values()]
 
 
 def sum_of(tensor: Tensor) -> str:

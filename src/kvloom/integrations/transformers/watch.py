@@ -11,11 +11,17 @@ from operator import is_
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvloom.integrations.transformers.module_reader import ModuleReader
 from kvloom.integrations.transformers.reading import digest_of
-from kvloom.integrations.transformers.tensor_state import address_of, sample_at, sample_place, version_of
+from kvloom.integrations.transformers.tensor_state import (
+    address_of,
+    sample_at,
+    sample_on_devices,
+    sample_place,
+    version_of,
+)
 from kvloom.store.sums import checksum
 
 _LOG: Final = logging.getLogger("kvloom")
@@ -106,13 +112,10 @@ class ModelWatch:
         self._current, self._lines = name, lines
 
     def _sample(self) -> list[bytes]:
-        on_device = [x for x in self._tensors if x.device.type == "cuda" and x.numel()]
         sampled = [sample_at(*place) for place in self._places]
         sampled += [checksum(x.tobytes()) for x in self._arrays]
-        if on_device:
-            middles = [x.detach().reshape(-1)[x.numel() // 2].float() for x in on_device]
-            sampled.append(torch.stack(middles).cpu().numpy().tobytes())
-        return sampled
+        away = [x for x in self._tensors if x.device.type not in ("cpu", "meta") and type(x.data) is Tensor]
+        return sampled + sample_on_devices(away)
 
 
 def _are_alike(old: list[list[Any]], new: list[list[Any]]) -> bool:
