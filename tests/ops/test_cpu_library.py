@@ -27,6 +27,21 @@ ops.store(x, x, torch.tensor([2]), kv)
 assert torch.equal(ops.load(torch.tensor([2]), kv)[0], x)
 """
 
+LAYERS = """
+import torch
+from kvloom.caches import CacheFormat, PagedLayer, Sequences
+format = CacheFormat(page_size=4)
+sequences = Sequences(format)
+layers = [PagedLayer(format, sequences, i) for i in range(3)]
+stored = [torch.zeros(2, 2, 0, 8) for _ in layers]
+for num_new in (5, 2, 1, 3, 2):  # as many tokens as there are heads, too
+    for i, layer in enumerate(layers):
+        x = torch.randn(2, 2, num_new, 8)
+        stored[i] = torch.cat([stored[i], x], dim=2)
+        for kept in layer.append(x, x).gather(torch.float32):
+            assert torch.equal(kept, stored[i]), (num_new, i)
+"""
+
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a fresh interpreter."""
@@ -133,6 +148,11 @@ except NotImplementedError as error:
     assert done.stdout.startswith(
         "UnsupportedError backend 'cpu' cannot run: the compiled kernels do not load"
     ), done
+
+
+def test_without_a_library_layers_store_any_number_of_tokens() -> None:
+    done = run(LAYERS, KVLOOM_LIBRARY="/nowhere/libkvloom_cpu.so", KVLOOM_ISA="")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_without_a_library_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
