@@ -238,15 +238,22 @@ class KVCache(StatefulCache):
         """
         layer_idx = kwargs["layer_idx"] if "layer_idx" in kwargs else args[-1]
         num_new = kwargs.get("query_length", args[0] if args else None)
-        is_of_all = not is_within_step(self.layers, layer_idx, num_new)
+        is_of_all = not (self._has_begun(layer_idx) or is_within_step(self.layers, layer_idx, num_new))
         if is_of_all:
             self.expect_whole()
             if self._has_states and not torch.compiler.is_compiling():
-                self._begin_forward(max(lengths_of(self._own_layers), default=0))
+                self._begin_forward(self._longest_own)
         length, offset = super().get_mask_sizes(*args, **kwargs)
         if is_of_all and len(self.sequences) > 1:
             expect_maskable(self, length, layer_idx)
         return length, offset
+
+    def begin_forward(self) -> None:
+        """Note that a forward of a model begins; raises StateError if the last one broke off."""
+        if self._begun:
+            self.expect_whole()
+        self._begin_forward(self._longest_own)
+        self._is_watched = True
 
     def expect_whole(self) -> None:
         """Check that all layers have the same rows and lengths.

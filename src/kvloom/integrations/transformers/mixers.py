@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvloom.errors import UnsupportedError
@@ -165,9 +166,11 @@ def joined(name: str, first: Any, rest: Any) -> Any:
 
 
 def watch_mixers(model: nn.Module) -> None:
-    """Register hooks by which caches see each call of a model's mixers; once for all caches."""
+    """Register hooks by which caches see each call of a model and of its mixers; once for all caches."""
     for module in model.modules():
         kind: Any = type(module)
+        if isinstance(module, PreTrainedModel) and _BeforeModel not in map(type, _pre_hooks_of(module)):
+            module.register_forward_pre_hook(_BeforeModel(), with_kwargs=True)
         if is_mixer(kind) and _hook_of(module) is None:
             module.register_forward_pre_hook(_BeforeMixer(), with_kwargs=True)
             module.register_forward_hook(_AfterMixer(), with_kwargs=True, always_call=True)
@@ -183,7 +186,11 @@ def state_of(module: nn.Module, quick: bool = True) -> str:
 
 
 def _hook_of(module: nn.Module) -> "_BeforeMixer | None":
-    return next((x for x in module._forward_pre_hooks.values() if isinstance(x, _BeforeMixer)), None)
+    return next((x for x in _pre_hooks_of(module) if isinstance(x, _BeforeMixer)), None)
+
+
+def _pre_hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values()]
 
 
 @cached
@@ -207,6 +214,15 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return next((x for x in (*kwargs.values(), *args) if isinstance(x, (Cache, CacheOfMixers))), None)
 
 
+class _BeforeModel:
+    """Forward pre-hook by which a cache knows that a forward begins, before any layer asks it for sizes."""
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin = getattr(cache_in(args, kwargs), "begin_forward", None)
+        if begin is not None and not torch.compiler.is_compiling():
+            begin()
+
+
 class _BeforeMixer:
     """Forward pre-hook by which a cache records a mixer's arguments."""
 
@@ -220,13 +236,7 @@ class _BeforeMixer:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if torch.compiler.is_compiling():
-            return None
-        cache = cache_in(args, kwargs)
-        begin, number = getattr(cache, "begin_mixer", None), getattr(module, "layer_idx", None)
-        if begin is not None and isinstance(number, int):
-            begin(number)
-        rollback = getattr(cache, "recording", None)
+        rollback = _rollback_of(args, kwargs)
         if rollback is None:
             return None
         given: tuple[tuple[Any, ...], dict[str, Any]] | None = rollback.before(module, args, kwargs)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -32,8 +33,9 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self.is_frozen = False
         self._rollback: Rollback | None = None
         self._kin: object = object()  # shared with its forks only
-        self._begun = set[int]()  # layers whose mixers began in the last forward
+        self._begun = set[int]()  # layers whose states were asked for or changed in the last forward
         self._length_before = 0  # number of tokens when it began
+        self._is_watched = False  # whether the model said when it began
 
     def follow(self, cache: "StatefulCache") -> None:
         """Take over everything but the layers from a cache of which this is a fork."""
@@ -93,11 +95,6 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def nbytes_rollback(self) -> int:
         """Bytes that are kept to roll back recurrent states, beside ``nbytes``."""
         return 0 if self._rollback is None else self._rollback.nbytes
-
-    def begin_mixer(self, layer_idx: int) -> None:
-        """Note that the mixer of a layer, which changes its states, was called."""
-        if not self.is_frozen:
-            self._begun.add(layer_idx)
 
     @property
     def recording(self) -> Rollback | None:
@@ -159,14 +156,27 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def _longest(self) -> int:
         """Number of tokens that the longest layer has seen, also in a forward that broke off."""
         own = [x for x in self.layers if isinstance(x, KVCacheLayer)]
-        longest = max(lengths_of(own), default=0)
         if self._rollback is None or any(any(x.num_assigned) for x in own):
-            return longest
-        return max(longest, self._rollback.end)
+            return self._longest_own
+        return max(self._longest_own, self._rollback.end)
+
+    @property
+    def _longest_own(self) -> int:
+        """Number of tokens of the longest layer with keys and values."""
+        return max(lengths_of(x for x in self.layers if isinstance(x, KVCacheLayer)), default=0)
 
     def _begin_forward(self, length: int) -> None:
         """Note that the next forward begins after ``length`` tokens."""
         self._begun, self._length_before = set(), length
+
+    def _has_begun(self, layer_idx: int) -> bool:
+        """Whether a layer asks within a forward, after it changed its states and before it stores keys.
+
+        Without the model's hook that cannot be told from the forward after one that broke off there.
+        """
+        layer = self.layers[layer_idx]
+        is_asking = self._is_watched and layer_idx in self._begun and isinstance(layer, KVCacheLayer)
+        return is_asking and lengths_of([layer]) == {self._length_before}
 
     def _expect_states_of(self, length: int) -> None:
         """Raise StateError unless the last forward changed the states of all layers, or of none.
@@ -204,11 +214,12 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def _return_to(self, past: Past | None) -> None:
         """Put earlier states into layers, after the tokens that follow them were removed."""
         if past is not None and self._rollback is not None:
-            own = lengths_of(x for x in self.layers if isinstance(x, KVCacheLayer))
-            self._rollback.return_to(self.layers, past, max(own, default=0))
+            self._rollback.return_to(self.layers, past, self._longest_own)
             self._begun.clear()
 
     def _touch(self, layer_idx: int, kind: str, state_idx: int) -> None:
+        if not self.is_frozen and not torch.compiler.is_compiling():
+            self._begun.add(layer_idx)  # a mixer in a loop has a layer for each pass
         if self._rollback is not None and not self.is_frozen:
             layer = self.layers[layer_idx]
             if isinstance(layer, StatefulLayer):
