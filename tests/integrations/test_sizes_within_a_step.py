@@ -11,8 +11,9 @@ from integrations.test_families import MODES, continued
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvloom.errors import StateError
-from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers import KVCache, enable
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.invariance import report_layers
 
 pytestmark = pytest.mark.skipif(
     CACHE_ARGUMENT != "cache" or not hasattr(transformers, "InklingTextConfig"),
@@ -33,6 +34,17 @@ def inkling() -> Any:
     torch.manual_seed(0)
     config = transformers.InklingTextConfig(**{key: x for key, x in sizes.items() if key in fields})
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def test_with_batch_invariance_a_cut_leaves_the_bits() -> None:
+    """What its convolutions return lies in memory by channels, but for a single token."""
+    model, ids = inkling(), torch.randint(3, 99, (1, 24), generator=torch.Generator().manual_seed(1))
+    enable(model, batch_invariant=True)
+    whole, cache = model(ids).logits, KVCache.for_model(model, page_size=4)
+    parts = [model(ids[:, a:b], cache=cache).logits for a, b in ((0, 9), (9, 10), (10, 17), (17, 24))]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert not report_layers(model).not_invariant
 
 
 @pytest.mark.parametrize("mode", list(MODES))

@@ -83,6 +83,18 @@ class InvariantModule(Invariant):
             return forward(*args, **kwargs)
 
 
+class InvariantConvolution(Invariant):
+    """A module that keeps the states of a convolution alone, whose result may lie in memory by channels.
+
+    It does so for several tokens and not for one, and sums over channels have other bits in other orders.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's result, in the usual order."""
+        out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return out.contiguous() if isinstance(out, Tensor) else out
+
+
 LINEAR: Final = {nn.Linear: (InvariantLinear, linear), Conv1D: (InvariantConv1D, matmul)}
 """For each class of linear layers, its batch invariant class and its product."""
 
@@ -108,9 +120,15 @@ def _make_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     is_own_linear = issubclass(kind, nn.Linear)  # it may call the product as an operator
     if kind.__module__.startswith("torch.") and not is_activation:
         return None
-    if not is_own_linear and INLINE.isdisjoint(_names(kind)):
+    names = _names(kind)
+    is_convolution = "update_conv_state" in names and "update_recurrent_state" not in names
+    if not is_own_linear and not is_convolution and INLINE.isdisjoint(names):
         return None
-    mixin = InvariantActivation if is_activation else InvariantModule
+    mixin: type[Invariant] = InvariantModule
+    if is_activation:
+        mixin = InvariantActivation
+    elif is_convolution and INLINE.isdisjoint(names):
+        mixin = InvariantConvolution
     members = {"original": kind, "__reduce_ex__": _reduce, "__module__": kind.__module__}
     return type(f"Invariant{kind.__name__}", (mixin, kind), members)
 
