@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVCacheLayer, KVPool, enable
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.invariance import report_layers
 from kvloom.integrations.transformers.smoothing import smoothing_of
 
 KINDS = ["sliding_attention", "full_attention"] * 2
@@ -145,8 +146,11 @@ def test_a_pool_finds_the_keys_of_every_pass(name: str, attention: str) -> None:
 
 @pytest.mark.skipif("Dory" not in NAMES, reason="this version of transformers has no such model")
 def test_a_pool_refuses_passes_that_read_the_last_one() -> None:
+    model = family("Dory of one pass")
     with pytest.raises(UnsupportedError, match="the same keys and values however a text is cut"):
-        KVPool.for_model(family("Dory of one pass"), max_tokens=64)
+        KVPool.for_model(model, max_tokens=64)
+    enable(model, batch_invariant=True)
+    assert [x for x in report_layers(model).not_invariant if "of earlier forwards" in x]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -154,6 +158,19 @@ def test_the_keys_of_every_pass_are_smoothed_by_their_own_numbers(name: str) -> 
     model = family(name)
     assert len(smoothing_of(model)) == len(KVCache.for_model(model).layers)
     assert not [x.reason for x in smoothing_of(model) if "failed" in x.reason]
+
+
+@pytest.mark.skipif("Inkling 2 Loop" not in NAMES, reason="this version has no such model")
+@pytest.mark.parametrize("mode", list(MODES))
+def test_an_enabled_model_with_sinks_of_each_query_keeps_its_attention(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = family("Inkling 2 Loop")
+    stock = continued(model, None, **MODES[mode])
+    enable(model, page_size=4)
+    assert "attention of Inkling2LoopForCausalLM stays 'eager': it cannot be replaced" in caplog.text
+    ours = continued(model, None, **MODES[mode])
+    assert isinstance(ours.cache, KVCache) and torch.equal(ours.sequences, stock.sequences)
 
 
 def test_a_layer_alone_is_not_copied() -> None:

@@ -9,7 +9,8 @@ from integrations.test_families import MODES, SMALL, continued
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.integrations.transformers import KVCache, KVPool, enable
+from kvloom.integrations.transformers.invariance import report_layers
 
 
 def moshi() -> PreTrainedModel:
@@ -37,3 +38,9 @@ def test_what_would_cut_a_text_otherwise_is_refused() -> None:
         KVPool.for_model(model, max_tokens=64)
     with pytest.raises(UnsupportedError, match="static must be False for MoshiForCausalLM"):
         KVCache.for_model(model, static=True, max_tokens=64)
+
+
+def test_batch_invariance_does_not_hold_and_the_report_says_why() -> None:
+    model = moshi()
+    enable(model, batch_invariant=True)
+    assert [x for x in report_layers(model).not_invariant if "all of their own forward" in x]

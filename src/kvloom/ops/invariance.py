@@ -2,9 +2,10 @@
 
 from weakref import finalize
 
+from kvloom.ops.impl.cpu import WHY_NOT as WHY_NOT_COMPILED
 from kvloom.ops.impl.cpu import hold_batch_invariance, is_batch_invariant, why_not_batch_invariant
 
-__all__ = ["BatchInvariance", "is_batch_invariant", "why_not_batch_invariant"]
+__all__ = ["WHY_NOT_COMPILED", "BatchInvariance", "is_batch_invariant", "why_not_batch_invariant"]
 
 
 class BatchInvariance:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvloom import ops
 from kvloom.integrations.transformers import KVPool, continuous_batching, disable, enable
-from kvloom.integrations.transformers.invariance import report_layers
+from kvloom.integrations.transformers.invariance import install, report_layers
 
 BF16 = torch.bfloat16
 CONFIG = LlamaConfig(**SMALL | {"hidden_size": 64, "head_dim": 32, "vocab_size": 99})
@@ -121,3 +121,11 @@ def test_what_takes_time_is_not_done_unasked(dtype: torch.dtype, is_said: bool) 
     report = report_layers(model)
     assert report.batch_invariant and (["attention"] in report.not_invariant.values()) == is_said
     disable(model)
+
+
+def test_a_report_names_attention_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    enable(model, batch_invariant=True)
+    monkeypatch.setattr(install, "WHY_NOT_COMPILED", "none here")
+    report = report_layers(model)
+    assert not report.holds and [x for x in report.not_invariant if "plain torch" in x]

@@ -4,9 +4,10 @@ Shapes: B sequences, Q queries of each, N tokens of keys and values, H key/value
 and Dv head dims.
 """
 
+import inspect
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import torch
@@ -151,6 +152,28 @@ def _expect_served(dropout: float, options: dict[str, Any]) -> None:
         if not (dropout > 0 or options.get("output_attentions")):
             return
     raise UnsupportedError(f"attn_implementation 'kvloom' has no {name}: use 'eager'")
+
+
+def is_refused_by(model: torch.nn.Module) -> bool:
+    """Whether layers of a model give every call an argument that this attention refuses.
+
+    These are sinks of each query, as of Inkling 2, and blocks that an indexer chooses, as of MiniMax M3.
+    """
+    for layer in model.modules():
+        kind: Any = type(layer)
+        names = _keywords(kind)
+        if "sinks" in names or ("block_indices" in names and getattr(layer, "indexer", None) is not None):
+            return True
+    return False
+
+
+@cache
+def _keywords(kind: Any) -> frozenset[Any]:
+    """Names, among other constants, of the keyword arguments of calls in the forward of a class."""
+    code = getattr(inspect.unwrap(vars(kind).get("forward", _keywords)), "__code__", None)
+    found = () if code is None else code.co_consts
+    tuples = (x for x in found if isinstance(x, tuple))
+    return frozenset((*(x for x in found if isinstance(x, str)), *(y for x in tuples for y in x)))
 
 
 def _num_columns(key: Any) -> int:

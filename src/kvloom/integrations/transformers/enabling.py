@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
-from kvloom.integrations.transformers.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.attention import IMPLEMENTATION, is_refused_by
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import (
     CACHE_ARGUMENT,
@@ -106,7 +106,8 @@ class _Enabled:
         names = [name for name in model.config.sub_configs if getattr(model.config, name) is config]
         self._config_name = names[0] if names else ""
         self._attention = config._attn_implementation
-        self._set_attention(model, IMPLEMENTATION)
+        if not is_refused_by(model):
+            self._set_attention(model, IMPLEMENTATION)
         # Of an encoder-decoder model each is a new copy.
         if text_config_of(model)._attn_implementation != IMPLEMENTATION:
             _LOG.warning(

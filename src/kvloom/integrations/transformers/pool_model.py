@@ -25,11 +25,7 @@ from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheL
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.rope import dynamic_rope
-from kvloom.integrations.transformers.text_config import (
-    has_windows_of_keeping,
-    reads_later_passes,
-    text_config_of,
-)
+from kvloom.integrations.transformers.text_config import text_config_of, why_cuts_matter
 from kvloom.integrations.transformers.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -138,11 +134,8 @@ def expect_prefixes(model: Any) -> None:
             f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
             f"{name}"
         )
-    text, why = text_config_of(model), ""
-    if reads_later_passes(text):
-        why = "passes over a layer read the last one's keys of earlier forwards and their own of this one"
-    elif has_windows_of_keeping(text):
-        why = "tokens see all of their own forward, and a window of those before it"
+    text = text_config_of(model)
+    why = why_cuts_matter(text)
     if why:
         raise UnsupportedError(
             f"model must have the same keys and values however a text is cut, got {name}, in which {why}"

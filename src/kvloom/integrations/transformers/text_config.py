@@ -149,10 +149,13 @@ def names_all_passes(config: Any) -> bool:
     return "num_layers_per_stack" in vars(config)
 
 
-def reads_later_passes(config: Any) -> bool:
-    """Whether passes over a layer read what the last pass kept of earlier forwards, as Dory's may."""
-    is_so = vars(config).get("recurrent_kv_cache_mode") == "last_loop"
-    return bool(is_so and config.n_recurrent_loops > 1)
+def why_cuts_matter(config: Any) -> str:
+    """Why keys and values of models of a configuration depend on how a text is cut; empty if they do not."""
+    if vars(config).get("recurrent_kv_cache_mode") == "last_loop" and config.n_recurrent_loops > 1:
+        return "passes over a layer read the last one's keys of earlier forwards and their own of this one"
+    if has_windows_of_keeping(config):
+        return "tokens see all of their own forward, and a window of those before it"
+    return ""
 
 
 def has_windows_of_keeping(config: Any) -> bool:

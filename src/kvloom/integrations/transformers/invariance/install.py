@@ -35,8 +35,8 @@ from kvloom.integrations.transformers.invariance.packing import (
     why_not_packable,
 )
 from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
-from kvloom.integrations.transformers.text_config import EXPAND, text_config_of
-from kvloom.ops.invariance import BatchInvariance, why_not_batch_invariant
+from kvloom.integrations.transformers.text_config import EXPAND, text_config_of, why_cuts_matter
+from kvloom.ops.invariance import WHY_NOT_COMPILED, BatchInvariance, why_not_batch_invariant
 
 _CHANGES: Final = "_kvloom_layers"
 _RECURRENT: Final = ("A_log", "recurrent_param", "slope_rate")
@@ -176,13 +176,18 @@ def report_layers(model: Any) -> LayerReport:
     if changes is None:
         return LayerReport()
     report: LayerReport = replace(changes.report, not_invariant=dict(changes.report.not_invariant))
-    attention = text_config_of(model)._attn_implementation
+    config = text_config_of(model)
+    attention = config._attn_implementation
     if report.batch_invariant and not str(attention).startswith("kvloom"):
         report.not_invariant[f"attention is {attention!r}, not 'kvloom'"] = ["attention"]
     elif report.batch_invariant and changes.attention is None:
         why_not = why_not_batch_invariant(model.dtype)
         if why_not is not None:
             report.not_invariant[f"{why_not}, unless batch_invariant=True"] = ["attention"]
+    if report.batch_invariant and WHY_NOT_COMPILED is not None:
+        report.not_invariant["attention runs in plain torch, without compiled kernels"] = ["attention"]
+    if report.batch_invariant and (why := why_cuts_matter(config)):
+        report.not_invariant[why] = ["attention"]
     # A session's thread may change layers at the same time.
     weights = [getattr(x, "packed", None) for x in model.modules() if isinstance(x, PackedRows)]
     packed = [x for x in weights if x is not None and x.tensor is not None]
