@@ -222,8 +222,6 @@ def make_layers(
     # The configuration that layers read; of an old encoder-decoder model ``config`` is a copy.
     live = model.config if type(config) is type(model.config) else config
     theirs, numbers, used = cache_layers_of(model)
-    if any(isinstance(x, StatefulLayer) for x in theirs):
-        watch_mixers(model)
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
     kinds = [kinds[number] for number in numbers if number < len(kinds)]
     if keeps_states_elsewhere(model, theirs):
@@ -262,4 +260,7 @@ def make_layers(
         layers[-1].is_used = used is None or index in used
         if indexed:
             layers[-1].keep(**_own_streams(config, numbers[index]))
+    has_states = any(isinstance(x, StatefulLayer) for x in theirs)
+    if has_states and any(isinstance(x, KVCacheLayer) for x in layers):  # others are refused, unchanged
+        watch_mixers(model)
     return [*layers, *theirs[len(layers) :]]
