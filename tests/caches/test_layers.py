@@ -276,6 +276,16 @@ def test_an_empty_layer_takes_every_call(make: Callable[[], Layer]) -> None:
 
 
 @every_kind
+def test_a_batch_without_sequences_is_refused(make: Callable[[], Layer]) -> None:
+    layer = make()
+    for call in (layer.update, layer.append):
+        with pytest.raises(ShapeError, match=r"key must have at least one sequence, got \[0, 2, 3, 8\]"):
+            call(tokens(0, 3), tokens(0, 3))
+    assert (layer.size, layer.num_tokens, layer.nbytes) == (0, 0, 0)
+    update(layer, 2, 3)
+
+
+@every_kind
 def test_tokens_are_kept_without_their_gradient(make: Callable[[], Layer]) -> None:
     layer = make()
     for _ in range(9):

@@ -18,7 +18,7 @@ from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import Tokens
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.views import detached
-from kvloom.errors import ArgumentError, ConfigError, StateError
+from kvloom.errors import ArgumentError, ConfigError, ShapeError, StateError
 
 _Layer = TypeVar("_Layer", bound="Layer")
 
@@ -357,6 +357,8 @@ class Layer(ABC):
         known = self._known_sizes()
         sizes = expect("key", key, "B H Q Dk", dtype=self._dtypes, device=self._device, **known)
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, **sizes)
+        if not sizes["B"]:
+            raise ShapeError(f"key must have at least one sequence, got {list(key.shape)}")
 
     def _known_sizes(self) -> dict[str, int]:
         """Sizes that every token must have."""
