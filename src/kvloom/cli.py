@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     quality = quality_command.add_parser(commands, _load_folder)
-    quality.set_defaults(run=_options_named()(quality_command.run))
+    quality.set_defaults(run=_options_named("kv|model|bits|budget")(quality_command.run))
 
     isolation = isolation_command.add_parser(commands, _load_folder)
     isolation.set_defaults(run=_options_named("kv|model")(isolation_command.run))
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_tracing(commands, lambda args: _options_named("kv|model")(record_command.run)(args, _load_folder))
 
-    add_layouts(commands)
+    add_layouts(commands, _options_named("page_size|shards|heads"))
 
     add_conform(commands.add_parser("conform", help="judge an implementation of an operator by its vectors"))
 

@@ -53,10 +53,12 @@ def test_a_file_goes_to_another_layout_and_back(source: Path, capsys: pytest.Cap
         ),
         (
             ["--from", "vllm", "--to", "ascend", "--shards", "3"],
-            "heads must be a multiple of 3 shards, got 4",
+            "--shards must divide the 4 heads of source, got 3",
         ),
         (["--from", "ascend", "--to", "vllm"], "got 'layers.0.cache'"),
-        (["--from", "vllm", "--to", "ascend", "--page-size", "48"], "page_size must divide the 128 slots"),
+        (["--from", "vllm", "--to", "ascend", "--page-size", "48"], "--page-size must divide the 128 slots"),
+        (["--from", "vllm", "--to", "ascend", "--page-size", "0"], "--page-size must be at least 1, got 0"),
+        (["--from", "vllm", "--to", "ascend", "--heads", "0"], "--heads must be a multiple"),
     ],
 )
 def test_what_cannot_be_is_said_and_nothing_written(

@@ -213,6 +213,7 @@ def test_values_beside_a_plan_are_refused(model: Any, plan: BitPlan, tmp_path: P
         ({}, "bits or budget must be given"),
         ({"bits": 4, "budget": 10}, "bits or budget must be given, and not both"),
         ({"budget": 3}, "budget must be at least"),
+        ({"bits": 0.5}, "bits must be at least 3, got 0.5"),
         ({"bits": 8, "kinds": ()}, "kinds must be at least one"),
         ({"bits": 8, "kinds": ("int5",)}, "kinds must be one of"),
         ({"bits": 8, "kinds": ("int4:g16,recent=8",)}, "kinds must say nothing of recent"),

@@ -2,12 +2,18 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def add_layouts(commands: Any) -> None:
-    """Add both to the commands, which are what ``add_subparsers`` gave."""
+def add_layouts(commands: Any, named: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Add both to the commands.
+
+    Args:
+        commands: Result of ``add_subparsers``.
+        named: Decorator whose errors name the options of ``convert``.
+    """
     layouts = commands.add_parser("layouts", help="the named layouts: axes, owner, document and a picture")
     layouts.add_argument("names", nargs="*", metavar="NAME", help="only these")
     layouts.set_defaults(run=_print_layouts)
@@ -20,7 +26,7 @@ def add_layouts(commands: Any) -> None:
     convert.add_argument("--page-size", type=int, metavar="N", help="slots in a page (default: the source's)")
     convert.add_argument("--shards", type=int, default=1, metavar="N", help="parts of the heads, 1 to 8")
     convert.add_argument("--heads", type=int, metavar="N", help="of all shards, where IN merges H with D")
-    convert.set_defaults(run=_convert)
+    convert.set_defaults(run=named(_convert))
 
 
 def _print_layouts(args: argparse.Namespace) -> None:

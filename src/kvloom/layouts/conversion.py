@@ -16,7 +16,7 @@ from kvloom.core.specs import dtype_name
 from kvloom.core.views import KVView, Side
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.layouts.catalog import NamedLayout, find_layout
-from kvloom.layouts.tensors import MAX_SHARDS, KVTensors, prefix, shard_heads
+from kvloom.layouts.tensors import MAX_SHARDS, KVTensors, prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,11 @@ def _allocate(source: KVTensors, placement: Placement) -> KVTensors:
             f"page_size must divide the {source.num_slots} slots of source, or the last page has slots of "
             f"nothing, got {page_size}"
         )
-    heads = shard_heads("heads", source.heads or first.num_heads, placement.shards)
+    heads, rest = divmod(source.heads or first.num_heads, placement.shards)
+    if rest:
+        raise ArgumentError(
+            f"shards must divide the {source.heads or first.num_heads} heads of source, got {placement.shards}"
+        )
     num_layers = len(source.views)
     together = num_layers if "L" in names else 1  # number of layers in one tensor
     if together > 1:

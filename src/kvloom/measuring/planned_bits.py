@@ -94,6 +94,8 @@ def plan_bits(
     chosen = _cheapest_errors([(costs[side], errors[side]) for side in sorted(costs)], limit)
     if chosen is None:
         least = sum(min(cost) for cost in costs.values())
+        if bits is not None:
+            raise ArgumentError(f"bits must be at least {8 * least / elements:g}, got {bits:g}")
         raise ArgumentError(f"budget must be at least {least} bytes a token, got {limit:g}")
     by_side = dict(zip(sorted(costs), chosen, strict=True))
     num_layers = max(layer for layer, _ in by_side) + 1
