@@ -91,8 +91,10 @@ def test_a_key_is_given_to_commands_in_a_file(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit, match="1"):
         main(["store", "verify", str(folder)])
     assert "of another format" in capsys.readouterr().out
-    assert main(["store", "ls", str(folder), "--key-file", str(tmp_path / "none")]) == 2
-    assert "key file must be one that can be read" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    for action, name in (("ls", "store"), ("ls", "empty"), ("verify", "empty")):
+        assert main(["store", action, str(tmp_path / name), "--key-file", str(tmp_path / "none")]) == 2
+        assert "key file must be one that can be read" in capsys.readouterr().err
 
 
 def test_folders_of_keys_differ() -> None:

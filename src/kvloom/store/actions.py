@@ -23,8 +23,9 @@ _SHOWN = 29
 
 def ls(args: argparse.Namespace) -> None:
     """List all runs."""
+    sums = read_sums(args.key_file)
     backend, objects = _opened(args)
-    found = [look(backend, x, read_sums(args.key_file)) for x in runs_of(objects)]
+    found = [look(backend, x, sums) for x in runs_of(objects)]
     if args.json:
         _print_lines(_described(x) for x in found)
         return
