@@ -189,3 +189,14 @@ def test_bad_options_of_states_are_named(
 )
 def test_tokens_are_shown_as_they_are_spelled(tokens: int, text: str) -> None:
     assert spell(tokens) == text and parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("more", [[], ["--below", "1M"], ["--states", "3,all"]], ids=str)
+def test_a_capacity_beyond_all_memory_is_that_of_all_pages(
+    trace: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for capacity in ("1M", "999999999999G"):
+        assert main(["simulate", str(trace), "--capacity", capacity, "--json", *more]) == 0
+        found.append([row | {"capacity": 0} for row in json.loads(capsys.readouterr().out)])
+    assert found[0] == found[1]

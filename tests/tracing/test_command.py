@@ -209,3 +209,14 @@ def test_lines_that_nest_too_deep_are_one_line(
     file.write_text("[" * 100_000)
     assert main([*command, str(file)]) == 2
     assert "line 1" in capsys.readouterr().err
+
+
+def test_a_capacity_beyond_all_memory_is_that_of_all_pages(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for capacity in ("1G", "999999999999G"):
+        assert main(["trace", "replay", str(trace), "--capacity", capacity, "--json"]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[1].pop("num_pages") > said[0].pop("num_pages")
+    assert said[0] == said[1] and said[0]["found"]

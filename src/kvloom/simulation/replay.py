@@ -107,7 +107,7 @@ def _found(requests: Sequence[Request], num_pages: int, policy: str) -> list[int
 
 
 def _through_the_pool(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
-    pool = PagePool(num_pages, policy)
+    pool = PagePool(min(num_pages, sum(len(x.hash_ids) for x in requests)), policy)  # no other is used
     tree = PrefixTree(pool, page_size=1)  # block ids are used as tokens
     counts = []
     for request in requests:

@@ -17,6 +17,7 @@ from kvloom.simulation.replay import Hits
 from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
 
 _MOST: Final = 3  # maximum number of texts whose states one request leaves
+_USED: Final = 2  # maximum number of pages that one request takes for each of its own: read, and computed
 
 
 def replay_states(
@@ -71,7 +72,8 @@ def replay_states(
     most = _MOST * len(requests)
     num_states = most if max_states is None else min(max_states, most)
     store = Below(below, page_size, state_tokens) if below and state_tokens is not None else None
-    pool = StatefulPool(capacity // page_size, num_states, page_size, interval, policy, store)
+    num_pages = min(capacity // page_size, _USED * sum(len(x.hash_ids) for x in requests))
+    pool = StatefulPool(num_pages, num_states, page_size, interval, policy, store)
     num_found = sum(pool.ask(x.hash_ids, x.input_length) for x in requests)
     return Hits(
         num_found - pool.num_read,

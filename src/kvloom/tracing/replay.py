@@ -64,7 +64,7 @@ def lookups_of(lines: Iterable[dict[str, Any]]) -> list[Lookup]:
 def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1, capacity: int = _ALL) -> Events:
     """Replay requests one after the other: each finds, computes and leaves its pages.
 
-    If a text has more pages than the pool, its first pages are kept.
+    If a text has more pages than the pool, its first pages are kept. The pool has no more than all texts.
 
     Args:
         lookups: Look-ups in order.
@@ -77,6 +77,8 @@ def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1, capaci
     """
     if num_pages < 1:
         raise ArgumentError(f"num_pages must be at least 1, got {num_pages}")
+    lookups = list(lookups)
+    num_pages = min(num_pages, max(sum(len(text.pages) for text in lookups), 1))
     pool, clock = PagePool(num_pages), _Clock()
     tree = PrefixTree(pool, page_size=1)  # numbers of pages are used as tokens
     events = tree.record(capacity, max_remembered=_ALL, clock=clock)
