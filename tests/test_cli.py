@@ -167,6 +167,21 @@ def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_o
     assert "12 tokens in" in captured.err
 
 
+def test_generate_says_what_the_next_run_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    said = []
+    for words, store in ((2, "a"), (40, "a"), (40, "a"), (40, "memory://x"), (40, "file")):
+        url = store if ":" in store else str(tmp_path / store)
+        options = ["--prompt", "a word " * words, "--store", url, "--max-new-tokens", "24"]
+        assert main(["generate", *options]) == 0
+        said.append(capsys.readouterr().err.splitlines()[-1])
+    assert said[0].endswith("which keeps pages of 16 tokens before the last one]")
+    assert said[1].endswith("the next run reads them from there]")
+    assert "prompt tokens read from" in said[2] and not said[2].startswith("[no ")
+    assert said[3].endswith("which is gone with this process]")
+    assert said[4].endswith("and none were written to it]")
+
+
 def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("import os\n", encoding="utf-8")

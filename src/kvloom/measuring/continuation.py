@@ -3,10 +3,12 @@
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 from kvloom.store.backends import store_url
+
+_PAGE_SIZE: Final = 16
 
 
 def write(
@@ -85,17 +87,29 @@ def write(
         pool.close()
         if view is not None:
             pool.view(view, tokenizer.decode)
-        computing = num_read * pool.report()["store"]["seconds_per_token"]
+        said = pool.report()["store"]
+        computing = num_read * said["seconds_per_token"]
         sys.stderr.write(
             f"[{num_read} of {num_tokens} prompt tokens read from {store} in {1e3 * reading:.1f} ms, "
             f"computing them takes about {1e3 * computing:.0f} ms]\n"
             if num_read
-            else f"[no prompt tokens were in {store}, the next run reads them from there]\n"
+            else f"[no prompt tokens were read from {store}, {_next_time(str(store), num_tokens, said)}]\n"
         )
+
+
+def _next_time(store: str, num_tokens: int, said: dict[str, Any]) -> str:
+    """What the next run of a prompt finds, none of which was read, by the report of the store."""
+    if num_tokens <= _PAGE_SIZE:  # the last token is always computed
+        return f"which keeps pages of {_PAGE_SIZE} tokens before the last one"
+    if store_url(store).startswith("memory:"):
+        return "which is gone with this process"
+    is_written = any(tier.get("runs_written") for tier in said["stores"].values())
+    return "the next run reads them from there" if is_written else "and none were written to it"
 
 
 def _pool_over(store: str, model: Any, kv: str, num_tokens: int) -> Any:
     """Make a pool for one sequence, above a store, by folder or URL."""
     from kvloom.integrations.transformers import KVPool
 
-    return KVPool.for_model(model, kv=kv, max_tokens=num_tokens + 16, store=store_url(store))
+    max_tokens = num_tokens + _PAGE_SIZE
+    return KVPool.for_model(model, kv=kv, page_size=_PAGE_SIZE, max_tokens=max_tokens, store=store_url(store))
