@@ -158,11 +158,10 @@ def _allocate(source: KVTensors, placement: Placement) -> KVTensors:
             f"page_size must divide the {source.num_slots} slots of source, or the last page has slots of "
             f"nothing, got {page_size}"
         )
-    heads, rest = divmod(source.heads or first.num_heads, placement.shards)
-    if rest:
-        raise ArgumentError(
-            f"shards must divide the {source.heads or first.num_heads} heads of source, got {placement.shards}"
-        )
+    num_heads = source.heads or first.num_heads
+    if num_heads % placement.shards:
+        raise ArgumentError(f"shards must divide the {num_heads} heads of source, got {placement.shards}")
+    heads = num_heads // placement.shards
     num_layers = len(source.views)
     together = num_layers if "L" in names else 1  # number of layers in one tensor
     if together > 1:
