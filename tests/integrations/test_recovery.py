@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import FAMILIES, family
+from oracles.interrupts import interrupted as interrupted_anywhere
 from oracles.language_models import make_model
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -247,6 +248,46 @@ def test_pages_that_only_some_rows_know_are_let_go() -> None:
     pool.begin(torch.cat([text(18), text(18, 5)]))
     pool.check()
     assert pool.report()["active"] == 0
+
+
+@pytest.mark.parametrize("name", ["Llama", *(x for x in ("Falcon-H1",) if x in FAMILIES)])
+def test_ctrl_c_while_a_pool_is_used_loses_no_page(name: str) -> None:
+    model = make_model() if name == "Llama" else family(name)
+    options: dict[str, Any] = {} if name == "Llama" else {"state_interval": 8}
+    texts = [text(30, 1), torch.cat([text(30, 1)[:, :17], text(20, 2)], 1), text(38, 3)]
+    expected = [model(x, use_cache=False).logits[0, -1] for x in texts]
+
+    def computed(pool: KVPool, tokens: Tensor, at: tuple[int, int] = (0, 0)) -> list[int]:
+        found: list[KVCache] = []
+        counts = [interrupted_anywhere(at[0], lambda: found.append(pool.begin(tokens)))]
+        for cache in found:
+            new = tokens[:, int(cache.get_seq_length()) :]
+            logits = model(new, past_key_values=cache, use_cache=True).logits[0, -1]
+            wanted = expected[[x is tokens for x in texts].index(True)]
+            torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+            counts.append(interrupted_anywhere(at[1], lambda: pool.commit(cache, tokens)))  # noqa: B023
+        return counts
+
+    def full() -> KVPool:
+        """A pool in which more of others evicts what two texts left."""
+        pool = KVPool.for_model(model, page_size=4, max_tokens=72, **options)
+        computed(pool, texts[0])
+        computed(pool, texts[2])
+        return pool
+
+    begin, commit = computed(full(), texts[1])
+    step = 331 if options else 61
+    for at in [(x, 0) for x in range(1, begin, step)] + [(0, x) for x in range(1, commit, step)]:
+        pool = full()
+        computed(pool, texts[1], at)
+        gc.collect()
+        pool.check()
+        states = pool.report()["states"] or {"active": 0}
+        assert pool.report()["active"] == states["active"] == 0, at
+        for tokens in texts:
+            computed(pool, tokens)
+        gc.collect()
+        pool.check()
 
 
 def test_a_sealed_page_is_copied_also_when_the_pool_is_full() -> None:

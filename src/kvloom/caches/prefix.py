@@ -20,7 +20,7 @@ from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import Storage
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, ConfigError, StateError
-from kvloom.paging import PageTable, PrefixTree, check
+from kvloom.paging import PageTable, PrefixTree, check, whole
 
 
 class PrefixSequence:
@@ -184,6 +184,7 @@ class PrefixCache:
         """Bytes allocated in all layers, scales and residual windows included."""
         return sum(x.nbytes for group in self.prefixes.groups for x in group.storages.values())
 
+    @whole
     def begin(self, tokens: Iterable[int], salt: str = "") -> PrefixSequence:
         """Begin a sequence of ``tokens`` with the longest prefix that is cached, in whole pages.
 
@@ -210,6 +211,7 @@ class PrefixCache:
         self._expect_live(sequence)
         sequence.tokens += tokens
 
+    @whole
     def append(self, sequence: PrefixSequence, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the next T pending tokens of a layer.
 
@@ -242,6 +244,7 @@ class PrefixCache:
             storage.store(key, value, index.slots(torch.zeros_like(position), position - base), position)
         sequence.stored[layer] = end
 
+    @whole
     def commit(self, sequence: PrefixSequence) -> None:
         """Seal the full pages of a sequence, so that others find them.
 
@@ -297,6 +300,7 @@ class PrefixCache:
         exact, newest, _ = self._batch(sequences, self._residuals[layer], layer, lengths, num_new)
         return storage.attend_beside(queries, batch, scores, exact, newest, self.num_recent, first)
 
+    @whole
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:
         """New sequence with the same tokens on the same pages.
 
@@ -310,6 +314,7 @@ class PrefixCache:
         other.stored = sequence.stored.copy()
         return self._keep(other)
 
+    @whole
     def truncate(self, sequence: PrefixSequence, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, pending ones included.
 
@@ -326,6 +331,7 @@ class PrefixCache:
         for own in sequence.groups:
             own.truncate(num_tokens)
 
+    @whole
     def end(self, sequence: PrefixSequence) -> None:
         """Release a sequence; its sealed pages can be found until they are evicted."""
         self._expect_live(sequence)

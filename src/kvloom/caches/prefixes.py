@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.saving import hold, save_pages
-from kvloom.paging import PageRef, PageTable, check
+from kvloom.paging import PageRef, PageTable, check, whole
 
 
 class Needed(NamedTuple):
@@ -62,6 +62,7 @@ class Prefixes:
             return self.main.tree.num_known(tokens, scope, max_tokens=max_tokens)
         return self._longest(self._are_there(tokens[:max_tokens], scope))
 
+    @whole
     def begin(
         self,
         texts: Sequence[tuple[Sequence[int], str, str]],
@@ -80,11 +81,16 @@ class Prefixes:
             Number of columns, and the result of ``hold`` for each row: tables of that number minus its
             ``begins``; the last page may be partly filled.
         """
-        held, requests, events = [], [], self.main.pages.pool.events
+        held, requests, events = list[list[list[PageRef]]](), list[int](), self.main.pages.pool.events
         wanted = 0 if self.main.below is None else self._num_columns(texts, begins, is_within)
-        for text, begin in zip(texts, begins, strict=True):
-            held.append(self.look_up(*text, max(wanted - begin, 0)))
-            requests.append(0 if events is None else events.num_requests)
+        try:
+            for text, begin in zip(texts, begins, strict=True):
+                held.append(self.look_up(*text, max(wanted - begin, 0)))
+                requests.append(0 if events is None else events.num_requests)
+        except BaseException:
+            for refs in held:
+                self.release(refs)
+            raise
         end = self._num_columns([(*text[:2], None) for text in texts], begins, is_within)
         rows = zip(texts, begins, held, requests, strict=True)
         return end, [
@@ -122,6 +128,7 @@ class Prefixes:
         has_windows = any(group.window is not None for group in self.groups)
         return self.main.tree.num_same(tokens, scope) if has_windows else 0
 
+    @whole
     def look_up(
         self, tokens: Sequence[int], scope: str, salt: str | None = None, num_tokens: int | None = None
     ) -> list[list[PageRef]]:
@@ -140,16 +147,26 @@ class Prefixes:
         held = [group.tree.match(tokens, scope, num_pages=num_known) for group in self.groups]
         if self.main.below is None:
             return held
-        needed = self.needed(tokens, scope, salt, num_tokens)
-        for group, refs, own in zip(self.groups, held, needed, strict=True):
-            found = own.found
-            for ref in found:
-                group.pages.pool.retain(ref)
-            if group.below is not None and own.num_missing:
-                group.make_room(own.num_missing)
-                found = group.below.fetch(own.tokens, found, salt, scope, own.first)
-            refs += found
+        try:
+            needed = self.needed(tokens, scope, salt, num_tokens)
+            for group, refs, own in zip(self.groups, held, needed, strict=True):
+                for ref in own.found:
+                    group.pages.pool.retain(ref)
+                count = len(refs)
+                refs += own.found
+                if group.below is not None and own.num_missing:
+                    group.make_room(own.num_missing)
+                    refs[count:] = group.below.fetch(own.tokens, own.found, salt, scope, own.first)
+        except BaseException:
+            self.release(held)
+            raise
         return held
+
+    def release(self, held: Sequence[Sequence[PageRef]]) -> None:
+        """Release the pages that ``look_up`` retained in each group."""
+        for group, refs in zip(self.groups, held, strict=True):
+            for ref in reversed(refs):
+                group.pages.pool.release(ref)
 
     def needed(
         self, tokens: Sequence[int], scope: str, salt: str, num_tokens: int | None = None
@@ -164,6 +181,7 @@ class Prefixes:
             every.append(Needed(text, first, group.tree.pages_from(text, scope, first), self.page_size))
         return every
 
+    @whole
     def hold(
         self, tokens: Sequence[int], scope: str, num_tokens: int, held: list[list[PageRef]], request: int
     ) -> list[PageTable]:

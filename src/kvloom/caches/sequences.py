@@ -10,7 +10,7 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.placement import Placement, num_new
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.errors import ArgumentError, ShapeError, StateError
-from kvloom.paging import Copy, PageTable, PrefixTree, release_all
+from kvloom.paging import Copy, PageTable, PrefixTree, release_all, whole
 
 ROLLBACK = 32
 """Tokens kept beyond a window, so that the last ones can be removed up to this number."""
@@ -70,6 +70,7 @@ class Sequences(Placement):
         residual = self.pages.residual
         return 0 if residual is None else sum(storage.nbytes for storage in residual.storages.values())
 
+    @whole
     def adopt(self, tables: Sequence[PageTable], begins: Sequence[int], end: int) -> None:
         """Hold these sequences, whose pages are filled; none of their tokens is in a residual window.
 
@@ -120,6 +121,7 @@ class Sequences(Placement):
                 self._take_back(size, start)
                 raise
 
+    @whole
     def _reserve(self, batch: int, start: int, end: int) -> None:
         self._forget_previous()
         self.is_exact = self.is_exact or [True] * batch
@@ -158,6 +160,7 @@ class Sequences(Placement):
             self.take_back(size, start)
             raise
 
+    @whole
     def own_pages(self) -> None:
         """Copy every page that others hold, too, so that stored tokens can be overwritten.
 
@@ -176,6 +179,7 @@ class Sequences(Placement):
             raise
         self._replace(new, self.begins, self._first, self.num_positions)
 
+    @whole
     def remove(self, counts: Sequence[int]) -> None:
         """Remove the last ``counts[b]`` tokens of each sequence, at most all, and align their ends.
 
@@ -228,6 +232,7 @@ class Sequences(Placement):
                     f"window of {self.window} has evicted what fewer would see, got {kept - begin}"
                 )
 
+    @whole
     def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salts: Sequence[str]) -> None:
         """Let ``tree`` find the full pages of sequences, each under its salt.
 
@@ -251,11 +256,13 @@ class Sequences(Placement):
             table.replace(tree.insert(row, table.pages, salt, self.first_pages[b]))
         self._changed()
 
+    @whole
     def give_up_passed(self) -> None:
         """Release the pages that no later token sees."""
         if not self.is_recording:
             self._drop_front(self.num_positions)
 
+    @whole
     def select(self, indices: Sequence[int]) -> None:
         """Make sequence i what sequence ``indices[i]`` was; moves tables and no keys or values.
 
@@ -269,6 +276,7 @@ class Sequences(Placement):
         if self.residual is not None:
             self.residual.select(indices)
 
+    @whole
     def fork(self) -> "Sequences":
         """New sequences with the same tokens on the same pages."""
         other = self._twin([table.fork() for table in self._tables])
@@ -276,6 +284,7 @@ class Sequences(Placement):
             other.residual = self.residual.fork()
         return other
 
+    @whole
     def clear(self) -> None:
         """Remove all sequences; free the memory if no fork uses it. The next tokens may have any shape."""
         self._replace([], [], [], 0)
@@ -284,6 +293,7 @@ class Sequences(Placement):
         if self.residual is not None:
             self.residual.clear()
 
+    @whole
     def take_back(self, size: int, num_positions: int) -> None:
         """Undo the last ``reserve``, before which there were ``size`` sequences of ``num_positions``."""
         if not size:

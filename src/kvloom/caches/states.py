@@ -22,6 +22,7 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError, OutOfPages, UnsupportedError
+from kvloom.paging import PageRef
 
 _KEPT: Final = torch.float32
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -149,18 +150,25 @@ class StatePages:
             self.group.append(held, self.page_size)
         except OutOfPages:
             return None
-        [page] = held.table.pages
-        for layer, storage in pages.storages.items():
-            flat = torch.cat([x[row].to(_KEPT).reshape(-1) for x in states[layer]])
-            width = storage.sizes["Dk"]
-            whole = flat.new_zeros(self.page_size * width)
-            whole[: len(flat)] = flat
-            new = whole.view(self.page_size, 1, width)
-            storage.store(new, new[..., :0], pages.slots([page.id], storage).to(storage.device))
-        pages.num_writes += 1
+        try:
+            self._write(states, row, held.table.pages[0])
+        except BaseException:
+            held.table.release()
+            raise
         held.table.claim()
         held.replace(tree.insert(tokens, held.table.pages, scope, held.first))
         return held
+
+    def _write(self, states: Mapping[int, Sequence[Tensor]], row: int, page: PageRef) -> None:
+        pages = self.group.pages
+        for layer, storage in pages.storages.items():
+            flat = torch.cat([x[row].to(_KEPT).reshape(-1) for x in states[layer]])
+            width = storage.sizes["Dk"]
+            padded = flat.new_zeros(self.page_size * width)
+            padded[: len(flat)] = flat
+            new = padded.view(self.page_size, 1, width)
+            storage.store(new, new[..., :0], pages.slots([page.id], storage).to(storage.device))
+        pages.num_writes += 1
 
     def read(self, held: Sequence[GroupTable]) -> dict[int, list[Tensor]]:
         """Copy the states of each layer, ``[B, ...]`` in their dtypes, from the last page of B tables."""

@@ -3,6 +3,7 @@
 from kvloom.paging.causes import CAUSES, Miss
 from kvloom.paging.check import check
 from kvloom.paging.events import Events
+from kvloom.paging.interrupts import interruptible, uninterrupted, whole
 from kvloom.paging.pool import POLICIES, PagePool, PageRef, expect_policy
 from kvloom.paging.prefix import PrefixTree
 from kvloom.paging.states import Event, PageStates
@@ -10,5 +11,6 @@ from kvloom.paging.table import Copy, Growth, PageTable, release_all
 
 __all__ = [
     "CAUSES", "POLICIES", "Copy", "Event", "Events", "Growth", "Miss", "PagePool", "PageRef", "PageStates",
-    "PageTable", "PrefixTree", "check", "expect_policy", "release_all",
+    "PageTable", "PrefixTree", "check", "expect_policy", "interruptible",
+    "release_all", "uninterrupted", "whole",
 ]  # fmt: skip

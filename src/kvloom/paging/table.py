@@ -7,6 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging.interrupts import whole
 from kvloom.paging.pool import PagePool, PageRef, expect_page_size
 
 
@@ -300,6 +301,7 @@ class Growth:
             events.takers = []
 
 
+@whole
 def release_all(tables: Iterable[PageTable]) -> None:
     """Release the pages of all tables."""
     for table in tables:

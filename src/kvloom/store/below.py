@@ -7,7 +7,7 @@ from kvloom.caches import PrefixCache
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError
-from kvloom.paging import Miss, PageRef, PrefixTree
+from kvloom.paging import Miss, PageRef, PrefixTree, interruptible
 from kvloom.store import survey
 from kvloom.store.backends import connect
 from kvloom.store.fingerprint import Fingerprint
@@ -113,7 +113,8 @@ class StoreBelow:
         if len(wanted) == start:
             return found
         num_damaged = self._num_damaged()
-        pieces = self.load(wanted, start, salt)
+        with interruptible():
+            pieces = self.load(wanted, start, salt)
         if pool.events is not None and self._num_damaged() > num_damaged:
             page = (pieces[-1].segment.end if pieces else start) // size
             what = next(reversed([x for tier in self.store.tiers for x in tier.damages]), "")

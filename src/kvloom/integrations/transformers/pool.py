@@ -29,7 +29,7 @@ from kvloom.integrations.transformers.pool_states import PADDED, PoolStates, sta
 from kvloom.integrations.transformers.scopes import scope_in
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.text_config import only_head_dims, text_config_of
-from kvloom.paging import Miss
+from kvloom.paging import Miss, uninterrupted
 from kvloom.tracing.recorder import Recorded, Recorder
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ class KVPool(Recorder):
     as while the model changed, are never found.
 
     With a store, committed pages are written to it in the background. Pages that the pool does not have are
-    read from the store, if reading takes less time than computing, in this process or any other.
-
-    A pool and its caches may be used by one thread at a time.
+    read from the store, if reading takes less time than computing, in this process or any other. A pool and
+    its caches may be used by one thread at a time.
 
     Args:
         model: A ``PreTrainedModel`` all of whose layers keep their tokens in pages.
@@ -246,15 +245,16 @@ class KVPool(Recorder):
             return cache
         self._follow_state(origin.state)
         texts = [*zip((row[:-1] for row in rows), origin.scopes(), origin.stored_scopes(), strict=True)]
-        end, tables = prefixes.begin(
-            texts, begins, lambda row, num_tokens: is_within(model.placeholders, rows[row], num_tokens)
-        )
-        origin.num_shared = [num_shared(prefixes, self._states, *text[:2]) for text in texts]
-        cache.sequences[0].requests = [own[0].request for own in tables]
-        states = [] if self._states is None else [own.pop() for own in tables]
-        cache.begin_behind(tables, begins, end, model.states)
-        if self._states is not None:
-            self._states.begin(cache, states, end, origin.num_shared)
+        with uninterrupted():
+            end, tables = prefixes.begin(
+                texts, begins, lambda row, num_tokens: is_within(model.placeholders, rows[row], num_tokens)
+            )
+            origin.num_shared = [num_shared(prefixes, self._states, *text[:2]) for text in texts]
+            cache.sequences[0].requests = [own[0].request for own in tables]
+            kept = [own.pop() for own in tables if self._states is not None]
+            cache.begin_behind(tables, begins, end, model.states)
+            if self._states is not None:
+                self._states.begin(cache, kept, end, origin.num_shared)
         found = num_new(begins, 0, end)
         origin.num_found = end if any(found) else 0
         self._num_found += sum(found)

@@ -11,7 +11,7 @@ from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.origin import Origin, PoolCache
 from kvloom.integrations.transformers.pool_states import PoolStates
-from kvloom.paging import PageTable
+from kvloom.paging import PageTable, whole
 
 
 def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
@@ -92,6 +92,7 @@ def commit_rows(
         sequences.give_up_passed()
 
 
+@whole
 def commit(
     cache: PoolCache,
     rows: Sequence[Sequence[int]],

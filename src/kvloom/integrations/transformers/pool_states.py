@@ -25,7 +25,7 @@ from kvloom.integrations.transformers.states import (
     states_of,
     trial_of,
 )
-from kvloom.paging import Events, PageRef, PageTable
+from kvloom.paging import Events, PageRef, PageTable, release_all
 from kvloom.paging.grid import grid_interval
 from kvloom.tracing.states import StateEvents
 
@@ -85,15 +85,17 @@ class PoolStates:
             end: As above.
             num_shared: Number of pages of each row that another text shares, up to a multiple of the grid.
         """
-        cache.grid = Grid(self.interval, end)
-        cache.grid.wanted = {count * self.pages.page_size for count in num_shared} - {0, end}
-        if end:
-            states = self.pages.read([GroupTable(table) for table in held])
-            restore_states(cache.layers, self.pages.specs, states)
-        events = cache.sequences[0].pages.pool.events
-        for table in held:
-            self.note(events, "read", table.request, table.pages)
-            table.release()
+        try:
+            cache.grid = Grid(self.interval, end)
+            cache.grid.wanted = {count * self.pages.page_size for count in num_shared} - {0, end}
+            if end:
+                states = self.pages.read([GroupTable(table) for table in held])
+                restore_states(cache.layers, self.pages.specs, states)
+            events = cache.sequences[0].pages.pool.events
+            for table in held:
+                self.note(events, "read", table.request, table.pages)
+        finally:
+            release_all(held)
 
     def write(
         self, cache: Cache, row: int, tokens: Sequence[int], scope: str, found: int

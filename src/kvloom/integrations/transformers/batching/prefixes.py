@@ -276,9 +276,11 @@ class SessionPrefixes(Prefixes):
         table = self.states.group.new_table()
         table.table.adopt([*refs])
         pages = self.states.pages
-        restore_states(cache.layers, pages.specs, pages.read([table]))
-        self.states.note(self.groups[0].pages.pool.events, "read", request, refs)
-        table.table.release()
+        try:
+            restore_states(cache.layers, pages.specs, pages.read([table]))
+            self.states.note(self.groups[0].pages.pool.events, "read", request, refs)
+        finally:
+            table.table.release()
 
     def _publish_states(self, held: Held, tokens: Sequence[int], scope: str) -> None:
         copy = held.kept.pop(len(tokens))
