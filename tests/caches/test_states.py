@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from itertools import count
 
 import pytest
 import torch
+from oracles.allocations import Refusing
 from torch import Tensor
 
 from kvloom.caches.prefix_group import GroupTable
@@ -80,6 +82,23 @@ def test_states_that_are_held_are_never_evicted() -> None:
     held.table.release()
     write(pages, 2, 0, [5, 6, 7, 8]).table.release()
     assert find(pages, [1, 2, 3, 4]) is None and find(pages, [5, 6, 7, 8]) is not None
+
+
+def test_states_for_which_there_is_no_memory_hold_no_page() -> None:
+    pages = pages_of(2)
+    write(pages, 1, 0, [*range(4)]).table.release()
+    for fail_at in count(1):
+        try:
+            with Refusing(fail_at):
+                held = write(pages, 2, 0, [*range(8)])
+        except torch.OutOfMemoryError:
+            pool = pages.group.pages.pool
+            check(pool, pages.group.tree, [])
+            assert (pool.num_active, pool.num_evictable) == (0, 1)
+        else:
+            break
+    assert fail_at > 6
+    assert find(pages, [*range(8)]) is not None and held.table.num_pages == 1
 
 
 def test_what_is_loaded_is_empty_and_of_the_same_kind() -> None:

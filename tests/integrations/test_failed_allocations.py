@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_families import family
+from integrations.test_families import FAMILIES, family
 from integrations.test_pool_rows import NAMES, expect_rows, forward, padded
 from integrations.test_pool_windows import model_of, text
 from oracles.allocations import STRIDE, Refusing, Run, every_failure, same
@@ -255,3 +256,25 @@ def test_a_first_forward_of_padded_rows_that_finds_no_memory_is_taken_back(
 
 def _refuse(*args: Any) -> None:
     raise MemoryError("no memory")
+
+
+@pytest.mark.skipif("Falcon-H1" not in FAMILIES, reason="this transformers has no Falcon-H1")
+def test_found_states_for_which_there_is_no_memory_are_let_go() -> None:
+    model = family("Falcon-H1")
+    pool = KVPool.for_model(model, page_size=4, max_tokens=64, state_interval=8)
+    tokens = torch.arange(3, 33).unsqueeze(0)
+    cache = pool.begin(tokens)
+    model(tokens, past_key_values=cache, use_cache=True)
+    pool.commit(cache, tokens)
+    del cache
+    for fail_at in itertools.count(1):
+        gc.collect()
+        assert pool.report()["active"] == pool.report()["states"]["active"] == 0
+        try:
+            with Refusing(fail_at):
+                found = pool.begin(tokens)
+        except torch.OutOfMemoryError:
+            pool.check()
+        else:
+            break
+    assert fail_at > 4 and found.get_seq_length() == 24
