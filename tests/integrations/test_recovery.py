@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from kvloom.caches.storage import Storage
 from kvloom.core.specs import KVSpec
 from kvloom.errors import ArgumentError, OutOfPages, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.integrations.transformers.rollback import Rollback
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +169,28 @@ def test_ctrl_c_while_a_cache_grows_leaves_it_and_its_forks_whole(module: str) -
         cache.crop(20 - max(lengths(cache)))
         for whole in (cache, fork):
             assert torch.equal(model(text(3, 2), past_key_values=whole).logits, expected), at
+
+
+@pytest.mark.skipif("Qwen3-Next" not in FAMILIES, reason="this transformers has no Qwen3-Next")
+def test_ctrl_c_while_tokens_are_removed_leaves_keys_and_states_alike(monkeypatch: Any) -> None:
+    model = family("Qwen3-Next")
+    cache = KVCache.for_model(model, rollback=8, page_size=4)
+    for count in (20, 3):
+        model(text(count, count), past_key_values=cache, use_cache=True)
+    fork = cache.fork()
+    fork.crop(-2)
+    expected = model(text(3, 2), past_key_values=fork, use_cache=True).logits
+    return_to = Rollback.return_to
+
+    def interrupted_return(*args: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        return_to(*args)
+
+    monkeypatch.setattr(Rollback, "return_to", interrupted_return)
+    with pytest.raises(KeyboardInterrupt):
+        cache.crop(-2)
+    assert cache.get_seq_length() == 21
+    assert torch.equal(model(text(3, 2), past_key_values=cache, use_cache=True).logits, expected)
 
 
 def test_reset_leaves_a_fork_without_tokens_usable() -> None:

@@ -22,6 +22,7 @@ from kvloom.caches.rows import reordered, repeated, selected
 from kvloom.caches.sequences import Sequences
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
 from kvloom.errors import ArgumentError, ShapeError, StateError
+from kvloom.paging import whole
 
 
 class Cache:
@@ -301,6 +302,7 @@ class Cache:
             removals.append(partial(x.remove, removed))
         return Change(layers, [*removals, *shortenings, self._find_groups])
 
+    @whole
     def make(self, change: Change, others: Sequence[Callable[[], Any]] = ()) -> None:
         """Make a change of all layers.
 

@@ -34,6 +34,7 @@ from kvloom.integrations.transformers.lengths import (
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.paging import uninterrupted, whole
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -336,9 +337,11 @@ class KVCache(StatefulCache):
         )
         change.layers.extend(positions)
         past = self._past(ends)
-        self._cache.make(change, others)
-        self._return_to(past)
+        with uninterrupted():
+            self._cache.make(change, others)
+            self._return_to(past)
 
+    @whole
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch size."""
         self._expect_thawed()
@@ -353,6 +356,7 @@ class KVCache(StatefulCache):
         if self.num_rows:
             self._select(rows_of(given, self.num_rows))
 
+    @whole
     def _select(self, rows: Sequence[int]) -> None:
         """Replace row i by row ``rows[i]``: in page tables, and in tensors of other layers."""
         change = self._cache.change_of_rows(rows)
