@@ -220,6 +220,7 @@ def test_every_allocation_of_a_pool_can_fail() -> None:
                 new = torch.randn(1, 2, prompt.shape[1] - start, 16, generator=rng)
                 run.step(partial(cache.update, new, new, layer_idx))
             caches.append(cache)
+            cache.origin.num_seen = prompt.shape[1]  # as in a forward of the model
             run.step(lambda: pool.commit(cache, prompt))
             return start
 
