@@ -27,6 +27,7 @@ def mllama() -> Any:
             "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
             "num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1, 3],
             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256,
+            "rope_scaling": {"rope_type": "default"},
         },
         image_token_index=PICTURE,
     )  # fmt: skip

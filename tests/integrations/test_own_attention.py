@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from integrations.test_families import MODES, continued
 from transformers import DynamicCache, GitConfig, GitForCausalLM
 
 from kvloom.integrations.transformers import enable
 from kvloom.integrations.transformers.invariance import report_layers
+
+IS_5 = int(transformers.__version__.partition(".")[0]) >= 5
 
 
 def git() -> Any:
@@ -22,7 +25,8 @@ def git() -> Any:
     return GitForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+# GIT of transformers 4 adds the embedding of every position to those of its last piece.
+@pytest.mark.parametrize("mode", [x for x in MODES if IS_5 or x != "chunked prefill"])
 @pytest.mark.parametrize("kv", ["auto", "float32"])
 def test_an_enabled_model_gives_the_stock_tokens(mode: str, kv: str) -> None:
     model = git()

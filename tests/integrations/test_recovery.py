@@ -166,7 +166,8 @@ def test_ctrl_c_while_a_cache_grows_leaves_it_and_its_forks_whole(module: str) -
         cache, fork = start()
         with interrupted(module, at):
             model(text(1, 1), past_key_values=cache)
-        cache.crop(20 - max(lengths(cache)))
+        if max(lengths(cache)) > 20:
+            cache.crop(-1)
         for whole in (cache, fork):
             assert torch.equal(model(text(3, 2), past_key_values=whole).logits, expected), at
 

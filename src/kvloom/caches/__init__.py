@@ -1,5 +1,7 @@
 """Caches that own their tensors."""
 
+import torch
+
 from kvloom.caches.cache import Cache
 from kvloom.caches.fixed import FixedLayer
 from kvloom.caches.format import CacheFormat
@@ -12,6 +14,7 @@ from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.token_index import TokenIndex
 from kvloom.caches.tokens import Tokens
+from kvloom.paging import interrupts
 
 __all__ = [
     "Cache",
@@ -31,3 +34,5 @@ __all__ = [
     "TokenIndex",
     "Tokens",
 ]
+
+interrupts.is_traced = torch.compiler.is_compiling

@@ -11,6 +11,9 @@ from typing import Any, ParamSpec, TypeVar
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
+is_traced: Callable[[], bool] = bool
+"""Whether a compiler traces the code, which knows no signals; a package that has a compiler sets it."""
+
 
 class _Waiting:
     """Handler of Ctrl-C that only notes it.
@@ -74,6 +77,8 @@ def whole(call: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
 
     @wraps(call)
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if is_traced():
+            return call(*args, **kwargs)
         with uninterrupted():
             return call(*args, **kwargs)
 
