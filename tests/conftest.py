@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 
 # Read when torch is loaded. Threads that spin while they wait take the cores from the other test processes.
@@ -15,6 +16,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kvloom import ops
+
+# A shell's jobs in the background ignore Ctrl-C, and tests raise it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "pr",

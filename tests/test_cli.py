@@ -333,7 +333,7 @@ def test_demo_prints_a_row_for_each_cache_kind_and_reads_its_prompt_the_second_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for expected in ("no prompt tokens were in", "prompt tokens read from"):
+    for expected in ("no prompt tokens were read from", "prompt tokens read from"):
         assert main(["demo", "--max-new-tokens", "6", "--runs", "1"]) == 0
         captured = capsys.readouterr()
         for kind in ("DynamicCache", "kvloom float32", "kvloom int8", "kvloom int4"):

@@ -162,7 +162,7 @@ HALF, CODES = torch.zeros(2, 16, 4, 32).half(), torch.zeros(2, 16, 4, 32, dtype=
         (cache(key=HALF, value=HALF[..., :16]), "vllm", "a key has 32 float16, a value 16 float16"),
         (cache(key=HALF), "vllm", "a key has 32 float16, a value nothing"),
         (cache(key=HALF), Placement("ascend", 24), "page_size must divide the 32 slots of source"),
-        (cache(key=HALF), Placement("ascend", 16, 8), "heads must be a multiple of 8 shards, got 4"),
+        (cache(key=HALF), Placement("ascend", 16, 8), "shards must divide the 4 heads of source, got 8"),
         (cache(key=HALF), Placement("T H D", 16), "page_size must be None for layout 'T H D'"),
         (cache(key=HALF[..., :24]), "ascend_nz", "D must be a multiple of 16, got 24"),
         (cache(key=HALF), Placement("kvloom_native", 8), "S must be a multiple of 16, got 8"),

@@ -168,7 +168,7 @@ def test_generate_reads_its_prompt_the_second_time_and_why_says_so(
     folder = str(tmp_path / "store")
     command = ["generate", "--prompt-file", str(prompt), "--max-new-tokens", "2", "--store", folder]
     outputs = []
-    for expected in ("no prompt tokens were in", "prompt tokens read from"):
+    for expected in ("no prompt tokens were read from", "prompt tokens read from"):
         assert main(command) == 0
         text = capsys.readouterr()
         assert expected in text.err
