@@ -161,20 +161,19 @@ def test_default_positions_and_masks_that_hide_nothing_are_no_content() -> None:
     assert cache.get_seq_length() == 22
 
 
+SIZES = {"vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "initializer_range": 0.25}  # fmt: skip
+
+
 def phi3() -> Any:
     """A Phi-3 whose texts of more than 32 tokens have other frequencies."""
     torch.manual_seed(0)
     rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     config = Phi3Config(
-        vocab_size=199,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SIZES,
         max_position_embeddings=256,
         original_max_position_embeddings=32,
         rope_scaling=rope,
-        initializer_range=0.25,
         pad_token_id=0,
     )
     return Phi3ForCausalLM(config).eval()
@@ -184,14 +183,9 @@ def dynamic() -> Any:
     """A Llama whose frequencies depend on the length of each text beyond 32 tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=199,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SIZES,
         max_position_embeddings=32,
         rope_scaling={"rope_type": "dynamic", "factor": 4.0},
-        initializer_range=0.25,
     )
     return LlamaForCausalLM(config).eval()
 

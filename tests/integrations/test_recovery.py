@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from integrations.test_families import FAMILIES, family
-from oracles.interrupts import interrupted as interrupted_anywhere
+from oracles.interrupts import interrupted
 from oracles.language_models import make_model
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -124,31 +124,6 @@ def test_states_that_are_a_step_ahead_of_the_keys_are_noticed(rollback: int) -> 
         assert torch.equal(model(text(3, 2), past_key_values=mended, use_cache=True).logits, expected)
 
 
-@contextmanager
-def interrupted(module: str, at: int) -> Iterator[list[int]]:
-    """Ctrl-C at a line of the growth of storage or pool; yields how many lines ran."""
-    lines = [0]
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        if event == "call":
-            is_there = frame.f_code.co_name in ("grow", "_reallocate") or frame.f_back.f_trace is trace
-            return trace if is_there and frame.f_globals.get("__name__", "").startswith(module) else None
-        if event == "line":
-            lines[0] += 1
-            if lines[0] == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield lines
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-
-
 @pytest.mark.parametrize("module", ["kvloom.caches.storage", "kvloom.paging.pool"])
 def test_ctrl_c_while_a_cache_grows_leaves_it_and_its_forks_whole(module: str) -> None:
     model = make_model("sdpa")
@@ -158,14 +133,19 @@ def test_ctrl_c_while_a_cache_grows_leaves_it_and_its_forks_whole(module: str) -
         model(text(20), past_key_values=cache)
         return cache, cache.fork()
 
+    def interrupt() -> None:
+        raise KeyboardInterrupt  # at once, also where Ctrl-C waits
+
+    def step(cache: KVCache, at: int) -> int:
+        grow = partial(model, text(1, 1), past_key_values=cache)
+        return interrupted(at, grow, interrupt, module, ("grow", "_reallocate"))
+
     expected = model(text(3, 2), past_key_values=start()[0]).logits
-    with interrupted(module, 0) as lines:
-        model(text(1, 1), past_key_values=start()[0])
-    assert lines[0] > 10
-    for at in range(1, lines[0] + 1):
+    num_lines = step(start()[0], 0)
+    assert num_lines > 10
+    for at in range(1, num_lines + 1):
         cache, fork = start()
-        with interrupted(module, at):
-            model(text(1, 1), past_key_values=cache)
+        assert step(cache, at) == at
         if max(lengths(cache)) > 20:
             cache.crop(-1)
         for whole in (cache, fork):
@@ -284,13 +264,13 @@ def test_ctrl_c_while_a_pool_is_used_loses_no_page(name: str) -> None:
 
     def computed(pool: KVPool, tokens: Tensor, at: tuple[int, int] = (0, 0)) -> list[int]:
         found: list[KVCache] = []
-        counts = [interrupted_anywhere(at[0], lambda: found.append(pool.begin(tokens)))]
+        counts = [interrupted(at[0], lambda: found.append(pool.begin(tokens)))]
         for cache in found:
             new = tokens[:, int(cache.get_seq_length()) :]
             logits = model(new, past_key_values=cache, use_cache=True).logits[0, -1]
             wanted = expected[[x is tokens for x in texts].index(True)]
             torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
-            counts.append(interrupted_anywhere(at[1], lambda: pool.commit(cache, tokens)))  # noqa: B023
+            counts.append(interrupted(at[1], lambda: pool.commit(cache, tokens)))  # noqa: B023
         return counts
 
     def full() -> KVPool:

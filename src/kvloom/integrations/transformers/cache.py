@@ -28,7 +28,6 @@ from kvloom.integrations.transformers.lengths import (
     counts_of_rows,
     expect_maskable,
     expect_one_length,
-    is_within_step,
     lengths_of,
 )
 from kvloom.integrations.transformers.smoothing import smoothing_for
@@ -238,8 +237,7 @@ class KVCache(StatefulCache):
             UnsupportedError: layers have different lengths, and one mask does not fit them all.
         """
         layer_idx = kwargs["layer_idx"] if "layer_idx" in kwargs else args[-1]
-        num_new = kwargs.get("query_length", args[0] if args else None)
-        is_of_all = not (self._has_begun(layer_idx) or is_within_step(self.layers, layer_idx, num_new))
+        is_of_all = not self._has_begun(layer_idx)
         if is_of_all:
             self.expect_whole()
             if self._has_states and not torch.compiler.is_compiling():

@@ -253,14 +253,12 @@ def weight_sum(name: str, weight: Any) -> bytes:
     Raises:
         UnsupportedError: it is no tensor in memory.
     """
-    try:
-        found = bytes_sum(weight)
-    # A weight on the meta device, or in another library's format, raises one of these.
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+    found = bytes_sum(weight)
+    if found is None:
         raise UnsupportedError(
             f"model must have its weights in memory as tensors for a store, got {name} as "
             f"{type(weight).__name__}"
-        ) from error
+        )
     return f"{weight.dtype} {list(weight.shape)} ".encode() + found
 
 

@@ -38,20 +38,6 @@ def expect_one_length(lengths: set[int], layers: Sequence[Any]) -> None:
         )
 
 
-def is_within_step(layers: Sequence[Any], layer_idx: int, num_new: Any) -> bool:
-    """Whether a layer is the next one of a step of ``num_new`` tokens, as where Inkling asks for its sizes.
-
-    After a step that broke off models ask for the first layer of each kind, so for the very first one, too.
-    """
-    if not layer_idx or torch.compiler.is_compiling() or not isinstance(num_new, int):
-        return False
-    before, after = (
-        lengths_of(x for x in part if isinstance(x, KVCacheLayer))
-        for part in (layers[:layer_idx], layers[layer_idx:])
-    )
-    return len(before) == len(after) == 1 and before == {n + num_new for n in after}
-
-
 def counts_of_rows(tokens_to_remove: Any, num_rows: int, removed: Iterable[int]) -> list[int]:
     """Numbers of tokens to remove of each row, at least 0, from the argument of ``KVCache.crop``.
 

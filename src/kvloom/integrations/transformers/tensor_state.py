@@ -62,15 +62,15 @@ def sample_on_devices(tensors: Iterable[Tensor]) -> list[bytes]:
 
 def sum_of(tensor: Tensor) -> str:
     """Dtype, shape and a checksum of a tensor's bytes; without it if they are not in memory."""
-    name = f"{tensor.dtype} {list(tensor.shape)}"
+    found = bytes_sum(tensor)
+    return f"{tensor.dtype} {list(tensor.shape)}{'' if found is None else ' ' + found.hex()}"
+
+
+def bytes_sum(tensor: Any) -> bytes | None:
+    """Checksum of the bytes of a tensor; ``None`` if it is no tensor in memory."""
     try:
-        return f"{name} {bytes_sum(tensor).hex()}"
-    # A tensor on the meta device, or in another library's format, raises one of these.
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # What is no tensor has no ``detach``; on the meta device, or in another library's format, no bytes.
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-        return name
-
-
-def bytes_sum(tensor: Tensor) -> bytes:
-    """Checksum of the bytes of a tensor."""
-    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return None
     return checksum(memoryview(data))
