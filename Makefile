@@ -177,7 +177,7 @@ slow: asan-library test-vllm
 	KVLOOM_PRODUCTS=1 KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet \
 	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/batching
 	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=27 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/test_pool_windows.py
+	    tests/integrations/test_pool_windows.py tests/integrations/test_recent.py
 	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=86 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/integrations/test_pool_states.py tests/integrations/test_state_schedules.py
 	KVLOOM_OFFERED_STATES=50000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
@@ -187,7 +187,7 @@ slow: asan-library test-vllm
 	    tests/serving/test_process.py tests/serving/test_clients.py
 	KVLOOM_DAMAGED=1000000 KVLOOM_KILLS=500 KVLOOM_LOOKUPS=25000 KVLOOM_SALTS=1000000 $(BIN)/python -m pytest \
 	    --quiet --numprocesses $(WORKERS) --dist worksteal tests/store
-	KVLOOM_PRODUCTS=1 KVLOOM_LAYER_PROGRAMS=50 KVLOOM_TEST_EXAMPLES=1000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	KVLOOM_PRODUCTS=1 KVLOOM_LAYER_PROGRAMS=50 KVLOOM_HISTORIES=130 KVLOOM_TEST_EXAMPLES=1000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/caches tests/core tests/dialects tests/layouts
 	KVLOOM_OFFERED=100000 $(BIN)/python -m pytest --quiet tests/integrations/vllm/test_mover.py
 	KVLOOM_SCENARIOS=2000 KVLOOM_TEST_EXAMPLES=10000 KVLOOM_WALK_STEPS=1000000 $(BIN)/python -m pytest --quiet \

@@ -20,8 +20,7 @@ from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
-from kvloom.caches.fixed_recent import ROLLBACK, ring_slots
-from kvloom.caches.sequences import RESIDUAL_ROLLBACK
+from kvloom.caches.format import RESIDUAL_ROLLBACK, num_exact
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 
@@ -48,6 +47,12 @@ class Row:
     key: Tensor
     known: int = 0
 
+    def remove(self, count: int, recent: int) -> None:
+        """Remove the last ``count`` tokens: of the newest before, those that stay are known."""
+        length = self.key.shape[1]
+        end = max(length - count, 0)
+        self.key, self.known = self.key[:, :end], min(max(self.known, length - num_exact(recent)), end)
+
 
 class Paged:
     """Two layers over the same sequences in pages."""
@@ -62,22 +67,11 @@ class Paged:
         for new, before in zip(self.layers, old or self.layers, strict=True):
             new.num_tokens, new.dtype = before.num_tokens, before.dtype
 
-    def remove(self, counts: list[int], rows: list[Row]) -> None:
-        lengths = [row.key.shape[1] for row in rows]
+    def remove(self, counts: list[int]) -> list[int]:
         self.sequences.remove(counts)
-        for row, count in zip(rows, counts, strict=True):
-            row.key = row.key[:, : max(row.key.shape[1] - count, 0)]
         for layer in self.layers:
             layer.num_tokens = self.sequences.num_positions
-        residual = self.sequences.residual
-        if residual is None:
-            return
-        newest = residual.window or 0
-        held = zip(residual.first_held(0), residual.begins, strict=True)
-        for row, length, (first, begin) in zip(rows, lengths, held, strict=True):
-            least = min(max(row.known, length - newest + 1 - RESIDUAL_ROLLBACK), row.key.shape[1])
-            row.known = first - begin  # what follows is known
-            assert row.known <= least
+        return counts
 
     def select(self, rows: list[int]) -> None:
         self.sequences.select(rows)
@@ -100,15 +94,10 @@ class Fixed:
     def __init__(self, format: CacheFormat, window: int | None) -> None:
         self.layers = [FixedLayer(replace(format, max_tokens=self.max_tokens), window) for _ in range(2)]
 
-    def remove(self, counts: list[int], rows: list[Row]) -> None:
-        counts = [counts[0]] * len(rows)  # they end together
-        end = max(rows[0].key.shape[1] - counts[0], 0)
-        newest = self.layers[0].num_recent
+    def remove(self, counts: list[int]) -> list[int]:
         for layer in self.layers:
-            layer.truncate(end)
-        for row in rows:
-            row.known = min(max(row.known, row.key.shape[1] - ring_slots(newest)), end)
-            row.key = row.key[:, :end]
+            layer.truncate(max(layer.num_tokens - counts[0], 0))
+        return [counts[0]] * len(counts)  # they end together
 
     def select(self, rows: list[int]) -> None:
         for layer in self.layers:
@@ -172,10 +161,14 @@ class Program:
     def remove(self, counts: list[int]) -> None:
         """Of a window only what it can go back by; then nothing changes."""
         try:
-            self.place.remove(counts, self.rows)
-            self.num_removed += max(counts)
+            counts = self.place.remove(counts)
         except StateError:
             assert self.window is not None and self.num_removed + max(counts) > 15
+            return
+        self.num_removed += max(counts)
+        recent = min(self.format.recent, self.window or self.format.recent)
+        for row, count in zip(self.rows, counts, strict=True):
+            row.remove(count, recent)
 
     def select(self, rows: list[int]) -> None:
         self.rows = [copy.copy(self.rows[i]) for i in rows]
@@ -242,7 +235,7 @@ def test_few_removed_tokens_leave_the_newest_exact() -> None:
     program = Program("paged", "int4, 20 newest", None, 1)
     program.append(100)
     program.remove([RESIDUAL_ROLLBACK])
-    assert program.rows[0].known <= 100 - RESIDUAL_ROLLBACK - RECENT + 1
+    assert program.rows[0].known == 100 - RESIDUAL_ROLLBACK - RECENT + 1
     program.append(1)
 
 
@@ -260,7 +253,7 @@ def test_what_a_later_removal_leaves_is_still_exact() -> None:
 def test_a_step_that_fails_takes_no_token_that_is_read_again() -> None:
     program = Program("fixed", "int4, 20 newest", None, 2)
     program.append(100)
-    layer, new = program.place.layers[0], tokens(2, ROLLBACK, 5)
+    layer, new = program.place.layers[0], tokens(2, RESIDUAL_ROLLBACK, 5)
     layer._recent.keep(new, new, layer.length, 0)
     program.append(1)
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
-from kvloom.caches.fixed_recent import ring_slots
-from kvloom.caches.sequences import RESIDUAL_ROLLBACK
+from kvloom.caches.format import RESIDUAL_ROLLBACK, num_exact
 from kvloom.caches.tokens import Tokens
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError
@@ -124,7 +123,7 @@ def test_padding_in_front_shows_no_overwritten_tokens(placement: str) -> None:
     key, query = tokens(2, 100, 1), tokens(2, 1, 2, 4)
     layer.append(key, -key)
     layer.truncate(70)
-    known = {"fixed": 100 - ring_slots(RECENT), "paged": 64}[placement]  # a page, or what is not overwritten
+    known = 100 - num_exact(RECENT)
     new = tokens(2, 1, 3)
     out = layer.append(new, -new).attend(query, first=first)
     for b in range(2):
@@ -151,7 +150,7 @@ def test_a_failed_step_leaves_what_it_has_not_overwritten(
     new = tokens(1, 1, 4)
     out = layer.append(new, -new).attend(query)
     own = torch.cat((key[0], new[0]), 1)
-    known = {"fixed": 100 - ring_slots(RECENT), "paged": 0}[placement]
+    known = {"fixed": 60, "paged": 0}[placement]  # pages undo a step
     want = mixed(query[0], own, -own, RECENT, known)
     torch.testing.assert_close(out[0], want, rtol=1e-4, atol=1e-5)
 
@@ -180,6 +179,20 @@ def test_assigned_keys_are_read_as_codes(placement: str) -> None:
     out = layer.append(last, last).attend(query)
     keys, values = (torch.cat((x[0, :, :60], last[0]), 1) for x in (new, key))
     torch.testing.assert_close(out[0], mixed(query[0], keys, values, RECENT, 60), rtol=1e-4, atol=1e-5)
+
+
+def test_a_crop_of_some_rows_leaves_the_others_what_was_stored_after_an_assignment() -> None:
+    layer, key, more = layer_of(RECENT), tokens(2, 60, 1), tokens(2, 30, 2)
+    layer.append(key, -key)
+    layer.keys = key
+    layer.append(more, -more)
+    layer.sequences.remove([0, 20])
+    query, new = tokens(2, 1, 3, 4), tokens(2, 1, 4)
+    out = layer.append(new, -new).attend(query)
+    for b, kept in enumerate((30, 10)):
+        own = torch.cat((key[b], more[b, :, :kept], new[b]), 1)
+        want = mixed(query[b], own, -own, RECENT, known=60)
+        torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("recent", [-1, True, 1.5])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from transformers import DynamicCache
 
 import kvloom
 from kvloom.caches import Cache
-from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
+from kvloom.ops.impl import cpu
 
 KV = "int4:g8,recent=24"
 ALL = "int4:g8,recent=300"
@@ -96,6 +99,72 @@ def test_a_prefix_of_a_pool_has_its_residual_window() -> None:
     for layer, other in zip(warm.layers, cold.layers, strict=True):
         assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
     pool.check()
+
+
+SCHEDULES = int(os.environ.get("KVLOOM_SCHEDULES", "1"))
+
+
+@torch.no_grad()
+@pytest.mark.skipif(cpu.ISA is None, reason="attention of torch has other bits in other pieces")
+@pytest.mark.parametrize("name", [x for x in ("Llama", "Gemma3", "DeepSeek-V3") if x in FAMILIES])
+@pytest.mark.parametrize("recent", [1, 24])
+def test_found_or_computed_a_history_has_the_same_bits(name: str, recent: int) -> None:
+    """Texts of a pool in pieces, after prefixes that were found, with removals, also into these prefixes."""
+    model, kv, vocab, found = family(name), f"int4:g2,recent={recent}", 60, 0
+    enable(model, kv, batch_invariant=True)
+    for seed in range(SCHEDULES):
+        draw = random.Random(f"{name} {recent} {seed}")
+        pool = KVPool.for_model(model, kv, 8, max_tokens=4096, batch_invariant=True)
+        known: list[list[int]] = [[draw.randrange(3, vocab) for _ in range(90)]]
+        for _ in range(6):
+            text = draw.choice(known)[: draw.choice([20, 50, 90, 200])]
+            text = text + [draw.randrange(3, vocab) for _ in range(draw.choice([1, 7, 30]))]
+            ids = torch.tensor([text])
+            cache, alone = pool.begin(ids), KVCache.for_model(model, kv, 8)
+            fed(model, cache, ids[:, int(cache.get_seq_length()) :], draw)
+            fed(model, alone, ids, None)
+            for _ in range(3):
+                removed = min(draw.choice([1, 3, 8, 15, 16]), ids.shape[1] - 1)
+                try:
+                    for own in (cache, alone):
+                        own.crop(-removed)
+                except StateError:  # a window goes back a little, that of a found prefix not at all
+                    assert name == "Gemma3"
+                    break
+                more = torch.tensor([[draw.randrange(3, vocab) for _ in range(draw.choice([1, 4, 20]))]])
+                ids = torch.cat((ids[:, : ids.shape[1] - removed], more), 1)
+                assert torch.equal(fed(model, cache, more, draw), fed(model, alone, more, None)), seed
+            pool.commit(cache, ids)
+            known.append(ids[0].tolist())
+        pool.check()
+        found += pool.report()["tokens_found"]
+    assert found
+    disable(model)
+
+
+def fed(model: Any, cache: Any, ids: torch.Tensor, draw: random.Random | None) -> torch.Tensor:
+    """Logits of the last token; ``draw`` cuts the forward into pieces."""
+    start, logits = 0, torch.empty(0)
+    while start < ids.shape[1]:
+        end = ids.shape[1] if draw is None else start + draw.randint(1, ids.shape[1] - start)
+        logits = model(ids[:, start:end], past_key_values=cache).logits[:, -1]
+        start = end
+    return logits
+
+
+@torch.no_grad()
+def test_a_pool_refuses_attention_that_reads_one_residual_window_for_all_queries() -> None:
+    model, ids = make_model("sdpa"), make_prompts([40])["input_ids"]
+    pool = KVPool.for_model(model, kv=KV, max_tokens=400)
+    cache = pool.begin(ids)
+    with pytest.raises(UnsupportedError, match=r"enable\(model\).*'int4,recent=0'.*'sdpa'"):
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    enable(model, KV)
+    model(ids, past_key_values=cache)
+    pool.commit(cache, ids)
+    assert pool.begin(ids).get_seq_length() == 32
+    disable(model)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral"])

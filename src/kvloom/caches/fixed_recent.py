@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.caches.format import RESIDUAL_ROLLBACK, num_exact
 from kvloom.caches.memory import outside_inference_mode
 from kvloom.caches.token_index import BLOCK, PARTIAL, TokenIndex
 from kvloom.caches.tokens import Exact, Tokens
@@ -23,13 +24,11 @@ from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 
 _LAYOUT: Final = CacheLayout("B H S D")
-ROLLBACK: Final = 16
-"""Tokens kept beyond the residual window: after removing up to this many it is still complete."""
 
 
-def ring_slots(num_tokens: int, rollback: int = ROLLBACK) -> int:
+def ring_slots(num_tokens: int) -> int:
     """C for a residual window of ``num_tokens``."""
-    return -(-num_tokens // BLOCK) * BLOCK + -(-rollback // BLOCK) * BLOCK
+    return -(-num_tokens // BLOCK) * BLOCK + -(-RESIDUAL_ROLLBACK // BLOCK) * BLOCK
 
 
 def ring_nbytes(num_tokens: int, key: Tensor, value: Tensor) -> int:
@@ -172,8 +171,8 @@ class FixedRecent:
 
     def _known_at(self, start: Tensor) -> Tensor:
         """The first valid position, at most ``start``; tokens from ``start`` on may have been removed."""
-        overwritten = self._end - self.ring.num_slots
-        return torch.minimum(torch.maximum(self._known, overwritten), start)
+        oldest = self._end - num_exact(self.num_tokens)
+        return torch.minimum(torch.maximum(self._known, oldest), start)
 
     def _first(self, start: Tensor) -> Tensor:
         """Position of the first token that a query at ``start`` reads."""

@@ -23,6 +23,17 @@ _BLOCK: Final = 16
 _OF_LAYERS: Final = ("dtype", "quant", "values", "smoothing")
 _DIGITS_FROM: Final = 32
 """Divisor of group sizes whose codes are multiplied with a bfloat16 query as integers."""
+RESIDUAL_ROLLBACK: Final = 16
+"""Tokens kept beyond a residual window: after removing up to this many it is still complete."""
+
+
+def num_exact(recent: int) -> int:
+    """Number of the last tokens of a text that are unquantized in a residual window of ``recent``.
+
+    It counts from the longest that the text has been, wherever the tokens are kept: what a removal leaves of
+    these tokens is read unquantized, and all before them as codes.
+    """
+    return recent - 1 + RESIDUAL_ROLLBACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.format import CacheFormat
+from kvloom.caches.format import CacheFormat, num_exact
 from kvloom.caches.memory import counted
 from kvloom.caches.storage import Storage
 from kvloom.core.memory import expect_memory
@@ -123,7 +123,7 @@ class Pages:
         size, num_tokens = self.format.page_size, self.format.max_tokens or 0
         self._keep(num_tokens // size)
         if self.residual is not None:
-            end = -(-self.format.recent // size) + 1
+            end = -(-(num_exact(self.format.recent) + 1) // size) + 1
             self.residual._keep(max(num_tokens // _SHARE // size, _ENDS * end))
 
     def _keep(self, num_pages: int) -> None:
@@ -217,15 +217,20 @@ class Pages:
             ops.copy(view, read, view, written)
 
     def table(
-        self, tables: Iterable[PageTable], storage: Storage, before: Sequence[int] | None = None
+        self,
+        tables: Sequence[PageTable],
+        storage: Storage,
+        before: Sequence[int],
+        after: Sequence[int] | None = None,
     ) -> Tensor:
         """First slot of each page of each table, ``[B, P]`` int64 with P at least 1, padded by -1.
 
-        Row b begins with ``before[b]`` placeholders, slot 0, for pages that table b no longer has.
+        Row b begins with ``before[b]`` placeholders, slot 0, for pages that table b no longer has, and ends
+        with ``after[b]`` for such that it does not have yet.
         """
         rows = [self._first_slots((ref.id for ref in table.pages), storage) for table in tables]
-        if before is not None:
-            rows = [[0] * n + row for n, row in zip(before, rows, strict=True)]
+        places = zip(before, rows, after or [0] * len(rows), strict=True)
+        rows = [[0] * m + row + [0] * n for m, row, n in places]
         width = max(1, *map(len, rows))
         padded = [[*row, *[-1] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=storage.device)

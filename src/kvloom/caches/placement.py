@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvloom.caches.format import CacheFormat
+from kvloom.caches.format import CacheFormat, num_exact
 from kvloom.caches.pages import Pages, Run
 from kvloom.caches.storage import Storage
 from kvloom.caches.token_index import PARTIAL, Step, TokenIndex
@@ -60,7 +60,7 @@ class Placement:
         self.step: Step | None = None
         self._tables: list[PageTable] = []
         self._first: list[int] = []  # position of the first token that each sequence holds
-        self._unknown = 0  # positions before this one are stale in a residual window
+        self._stale: list[int] = []  # residual window: tokens before this position are read as codes
         self._indices: dict[tuple[int, torch.device], tuple[list[int], CacheIndex]] = {}
         self._tokens: dict[tuple[int, int, int, int, torch.device], TokenIndex] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
@@ -69,6 +69,14 @@ class Placement:
     def format(self) -> CacheFormat:
         """Format of the tokens."""
         return self.pages.format
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens that a found prefix must have, the one after it included; ``None`` for all.
+
+        In a residual window these are all that may be read unquantized once some of the last are removed.
+        """
+        return self.window if self.is_required else num_exact(self.window or 0) + 1
 
     @property
     def storages(self) -> dict[int, Storage]:
@@ -106,7 +114,8 @@ class Placement:
             before = [self._num_before(b, end - num_new) for b in range(self.size)]
             known, index = self._indices.get((stride, device), (None, None))
             if index is None or known != before:
-                index = CacheIndex(self.pages.table(self._tables, storage, before), None, size)
+                after = [self._num_after(b) for b in range(self.size)]
+                index = CacheIndex(self.pages.table(self._tables, storage, before, after), None, size)
                 self._indices[stride, device] = before, index
             bases = [first - n * size for first, n in zip(self._first, before, strict=True)]
             found = TokenIndex.of(index, bases, start, end, self._first, self.begins)
@@ -188,14 +197,17 @@ class Placement:
             ``[B]`` int64; ``None`` if all columns are valid.
         """
         column = max(start - (self.window or start) + 1, 0)
-        firsts = [max(first, self._unknown) for first in self._first]
+        firsts = [max(pair) for pair in zip(self._first, self._stale, strict=True)]
         missing = [
             max(first - max(column, begin), 0) for begin, first in zip(self.begins, firsts, strict=True)
         ]
+        if is_read:
+            # A page that begins with unknown tokens is not shared, though a window of one token reads none.
+            unknown = [stale >= start > begin for stale, begin in zip(self._stale, self.begins, strict=True)]
+            rows = zip(self.is_exact, missing, unknown, strict=True)
+            self.is_exact = [was and not x and not y for was, x, y in rows]
         if not any(missing):
             return None
-        if is_read:
-            self.is_exact = [was and not x for was, x in zip(self.is_exact, missing, strict=True)]
         return torch.tensor([max(first - column, 0) for first in firsts], device=device)
 
     def run(self) -> Run | None:
@@ -221,6 +233,20 @@ class Placement:
                 f"{self.begins[b]} in {self.num_positions} columns, got {list(counts)}"
             )
 
+    def expect_removable(self, counts: Sequence[int]) -> None:
+        """Raise StateError if later tokens would see evicted ones, or some sequence has not begun."""
+        if len(set(counts)) > 1:
+            self.expect_begun(counts)
+        if self.window is None or not self.is_required or self._reaches_previous(counts):
+            return
+        for b, (begin, first, count) in enumerate(zip(self.begins, self._first, counts, strict=True)):
+            kept = max(self.num_positions - count, begin)
+            if max(kept - self.window + 1, begin) < min(kept, first):
+                raise StateError(
+                    f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, as the "
+                    f"window of {self.window} has evicted what fewer would see, got {kept - begin}"
+                )
+
     def _num_before(self, b: int, position: int) -> int:
         """Number of placeholder pages before those of sequence b in an index.
 
@@ -232,6 +258,16 @@ class Placement:
         missing = max(self._first[b] - evicted - position, 0)
         return (evicted + -(-missing // aligned) * aligned) // size
 
+    def _num_after(self, b: int) -> int:
+        """Number of placeholder pages after those of sequence b: of tokens that a residual window lost."""
+        size = self.format.page_size
+        missing = self.num_positions - self._first[b] - self._tables[b].num_pages * size
+        return max(-(-missing // size), 0)
+
+    def _in_pages(self, num_tokens: int) -> int:
+        """Number of the first ``num_tokens`` tokens of a text that are in full pages."""
+        return num_tokens // self.format.page_size * self.format.page_size
+
     def first_held(self, position: int) -> list[int]:
         """First position at or after ``position`` that each sequence holds."""
         return [max(first, position) for first in self._first]
@@ -241,6 +277,12 @@ class Placement:
         """Number of the first page that each sequence holds, counted from the start of its text."""
         size = self.format.page_size
         return [(first - begin) // size for begin, first in zip(self.begins, self._first, strict=True)]
+
+    def _reaches_previous(self, counts: Sequence[int]) -> bool:
+        """Whether a removal ends before this step: ``previous`` still has all tokens of that time."""
+        if self.previous is None or not self.previous.size:
+            return False
+        return max(self.num_positions - count for count in counts) <= self.previous.num_positions
 
     def _num_evicted(self, end: int, first: Sequence[int]) -> list[int]:
         """Tokens in whole pages that are outside the window and its rollback at position ``end``."""

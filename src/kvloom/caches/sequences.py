@@ -5,17 +5,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvloom.caches.format import CacheFormat
+from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
 from kvloom.caches.pages import Pages
-from kvloom.caches.placement import Placement, num_new
+from kvloom.caches.placement import Placement
 from kvloom.caches.saving import Place, load_tables, save_tables
-from kvloom.errors import ArgumentError, ShapeError, StateError
+from kvloom.errors import ArgumentError, ShapeError
 from kvloom.paging import Copy, PageTable, PrefixTree, release_all, whole
 
 ROLLBACK = 32
 """Tokens kept beyond a window, so that the last ones can be removed up to this number."""
-RESIDUAL_ROLLBACK = 16
-"""Tokens kept beyond a residual window, for the same reason."""
 
 
 class Sequences(Placement):
@@ -48,8 +46,12 @@ class Sequences(Placement):
         super().__init__(pages, window, rollback, is_required=is_required)
         self.residual: Sequences | None = None
         if self.pages.residual is not None:
-            newest = self.format.residual_window(window)
-            self.residual = Sequences(self.pages.residual, newest, RESIDUAL_ROLLBACK, is_required=False)
+            newest, kept = self.format.residual_window(window), RESIDUAL_ROLLBACK
+            if (
+                self.pages.is_kept
+            ):  # the last full page, by which a prefix is found, ends before the text does
+                kept += self.format.page_size
+            self.residual = Sequences(self.pages.residual, newest, kept, is_required=False)
         self.requests: list[int] = []  # of new sequences, for events
         self.is_padded = False
         self.previous: Sequences | None = None
@@ -62,7 +64,7 @@ class Sequences(Placement):
         made_of = self.pages, self.window, self.rollback, self.is_required
         attributes = self.is_recording, self.previous, self.residual, self.is_exact
         positions = self.begins, self._first, self.num_positions
-        return _load, (made_of, (*attributes, self._unknown, self.is_padded), places, *positions)
+        return _load, (made_of, (*attributes, self._stale, self.is_padded), places, *positions)
 
     @property
     def residual_bytes(self) -> int:
@@ -84,16 +86,17 @@ class Sequences(Placement):
             num_pages = -(-max(end - begin, 0) // size)
             firsts.append(begin + (num_pages - table.num_pages) * size)
         self._replace(list(tables), begins, firsts, end)
-        self.is_exact, self.is_padded = [True] * len(tables), any(begins)
+        self.is_exact, self.is_padded, self._stale = [True] * len(tables), any(begins), [0] * len(tables)
         if (residual := self.residual) is not None:
-            firsts = [max(begin, end) for begin in self.begins]
+            firsts = [begin + residual._in_pages(max(end - begin, 0)) for begin in self.begins]
             residual._replace(residual._new_tables(self.size), self.begins, firsts, end)
             residual.is_exact, residual.is_padded = [True] * self.size, self.is_padded
+            residual._stale = [end] * self.size
 
     def forget_residual(self) -> None:
         """Read all tokens so far as codes: those in the residual window are stale."""
         if self.residual is not None:
-            self.residual._unknown = self.num_positions
+            self.residual._stale = [self.num_positions] * self.size
             self.residual.step = None
 
     def reserve(self, batch: int, end: int) -> None:
@@ -124,7 +127,7 @@ class Sequences(Placement):
     @whole
     def _reserve(self, batch: int, start: int, end: int) -> None:
         self._forget_previous()
-        self.is_exact = self.is_exact or [True] * batch
+        self.is_exact, self._stale = self.is_exact or [True] * batch, self._stale or [0] * batch
         begin, first = self.begins or [0] * batch, self._first or [0] * batch
         if self.window is not None and not self.is_recording and not self._can_keep(batch, end - start):
             self._drop_front(start)
@@ -141,7 +144,9 @@ class Sequences(Placement):
                 if self.pages.continue_run(self._tables, run, end - start):
                     self._changed()
         tables = self._tables or self._new_tables(batch)
-        if self.pages.append(tables, num_new(begin, start, end)):
+        # Gone tokens of a residual window have slots again, in front of what follows them in their page.
+        counts = [max(end - x, 0) - table.num_tokens for x, table in zip(first, tables, strict=True)]
+        if self.pages.append(tables, counts):
             self._indices.clear()
             self._run = "unknown"
         self._tokens.clear()
@@ -190,6 +195,9 @@ class Sequences(Placement):
         """
         self.expect_removable(counts)
         removed = counts
+        if not self.is_required:  # by the longest text so far, and not by what happens to be in pages
+            oldest = self.num_positions - num_exact(self.window or 0)
+            self._stale = [max(x, oldest) for x in self._stale]
         if self._reaches_previous(counts):
             end = self.num_positions
             self._restore_previous()
@@ -202,35 +210,17 @@ class Sequences(Placement):
         self.is_padded = self.is_padded and len(set(counts)) == 1
         if self.is_padded:
             self.num_positions = max(end - counts[0], 0)
-        elif self._unknown:  # by the sequence that moves furthest; what follows is valid
-            moved = (self.num_positions - n - begin for n, begin in zip(lengths, self.begins, strict=True))
-            self._unknown += max(*moved, 0)
-        self._unknown = min(self._unknown, self.num_positions)
         for b, length in enumerate(lengths):
-            evicted = min(self._first[b] - self.begins[b], length)
-            self._tables[b].truncate(length - evicted)
-            if not self.is_padded:
-                self.begins[b] = self.num_positions - length
-            self._first[b] = self.begins[b] + evicted
+            table, evicted = self._tables[b], self._first[b] - self.begins[b]
+            table.truncate(min(max(length - evicted, 0), table.num_tokens))
+            begin = self.begins[b] if self.is_padded else self.num_positions - length
+            self._stale[b] = min(self._stale[b] + begin - self.begins[b], self.num_positions)
+            self.begins[b], self._first[b] = begin, begin + min(evicted, self._in_pages(length))
         if self.is_recording:
             self._drop_front(self.num_positions)
         self._changed()
         if self.residual is not None:
             self.residual.remove(removed)
-
-    def expect_removable(self, counts: Sequence[int]) -> None:
-        """Raise StateError if later tokens would see evicted ones, or some sequence has not begun."""
-        if len(set(counts)) > 1:
-            self.expect_begun(counts)
-        if self.window is None or not self.is_required or self._reaches_previous(counts):
-            return
-        for b, (begin, first, count) in enumerate(zip(self.begins, self._first, counts, strict=True)):
-            kept = max(self.num_positions - count, begin)
-            if max(kept - self.window + 1, begin) < min(kept, first):
-                raise StateError(
-                    f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, as the "
-                    f"window of {self.window} has evicted what fewer would see, got {kept - begin}"
-                )
 
     @whole
     def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salts: Sequence[str]) -> None:
@@ -273,6 +263,7 @@ class Sequences(Placement):
         begin, first = ([x[i] for i in indices] for x in (self.begins, self._first))
         self._replace([table.fork() for table in tables], begin, first, self.num_positions)
         self.is_exact = [self.is_exact[i] for i in indices]
+        self._stale = [self._stale[i] for i in indices]
         if self.residual is not None:
             self.residual.select(indices)
 
@@ -288,7 +279,7 @@ class Sequences(Placement):
     def clear(self) -> None:
         """Remove all sequences; free the memory if no fork uses it. The next tokens may have any shape."""
         self._replace([], [], [], 0)
-        self.is_exact, self.is_padded, self._unknown = [], False, 0
+        self.is_exact, self.is_padded, self._stale = [], False, []
         self.pages.give_back()
         if self.residual is not None:
             self.residual.clear()
@@ -350,8 +341,8 @@ class Sequences(Placement):
     def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
         """New sequences with the same state, which hold ``tables``."""
         other = Sequences(self.pages, self.window, self.rollback, is_required=self.is_required)
-        other.is_recording, other.is_exact = self.is_recording, [*self.is_exact]
-        other.is_padded, other._unknown = self.is_padded, self._unknown
+        other.is_recording, other.is_exact = self.is_recording, self.is_exact[: len(tables)]
+        other.is_padded, other._stale = self.is_padded, self._stale[: len(tables)]
         other._hold(tables, self.begins, self._first, self.num_positions)
         return other
 
@@ -361,12 +352,6 @@ class Sequences(Placement):
         self._forget_previous()
         release_all(self._tables)
         self._hold(tables, begin, first, num_positions)
-
-    def _reaches_previous(self, counts: Sequence[int]) -> bool:
-        """Whether a removal ends before this step: ``previous`` still has all tokens of that time."""
-        if self.previous is None or not self.previous.size:
-            return False
-        return max(self.num_positions - count for count in counts) <= self.previous.num_positions
 
     def _restore_previous(self) -> None:
         previous, self.previous = self.previous, None
@@ -391,6 +376,8 @@ def _load(
 ) -> Sequences:
     sequences = Sequences(*made_of[:3], is_required=made_of[3])
     sequences.is_recording, sequences.previous, sequences.residual = attributes[:3]
-    sequences.is_exact, sequences._unknown, sequences.is_padded = attributes[3:]
+    sequences.is_exact, sequences._stale, sequences.is_padded = attributes[3:]
+    if isinstance(sequences._stale, int):  # one for all, as in files of earlier releases
+        sequences._stale = [sequences._stale] * len(tables)
     sequences._hold(load_tables(made_of[0], tables), *positions)
     return sequences

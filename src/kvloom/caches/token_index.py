@@ -23,6 +23,12 @@ BLOCK: Final = 16
 """Slots that attention reads as one page, if tokens are in a ring or in the tensors of one step."""
 
 
+def dense_index(rows: int, num_columns: int, device: torch.device) -> CacheIndex:
+    """Slots of a tensor ``[rows, num_columns]`` of tokens."""
+    starts = torch.arange(rows, device=device) * num_columns
+    return CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1))
+
+
 @dataclass(eq=False)
 class TokenIndex:
     """Slots of N columns of B sequences: the same in every layer that shares a page table.
@@ -99,6 +105,19 @@ class TokenIndex:
         )
         other._batches[1] = ops.Batch(self.index, batch.seqstarts, kvstarts, first_visible=origins)
         return other
+
+    def dense(self) -> "TokenIndex":
+        """The same columns in a tensor ``[B, N]`` of slots."""
+        lengths, begins = self.lengths, self.begins
+        if self.origins is not None:
+            lengths, empty = lengths - self.origins, (-self.origins).clamp(min=0)
+            begins = empty if begins is None else torch.maximum(begins, empty)
+        return TokenIndex(
+            dense_index(len(lengths), self.num_columns, lengths.device),
+            lengths,
+            self.num_columns,
+            begins=begins,
+        )
 
     @property
     def slots(self) -> Tensor:

@@ -5,6 +5,7 @@ head dims. A column is one token of every sequence, as in ``[B, H, N, D]``. Sequ
 a shorter one has empty columns in front.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.token_index import TokenIndex
 from kvloom.caches.transform import Transform, load_restored
+from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 
 _CAUSAL = ops.Scores()
+_DENSE = CacheLayout("B H S D")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +108,23 @@ class Tokens:
             return found[0].masked_fill(is_other, 0), found[1].masked_fill(is_other, 0)
         return found
 
+    def mapped(
+        self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype
+    ) -> "Tokens":
+        """The same columns with other keys and values, in tensors.
+
+        Args:
+            change: Function of keys and values ``[B, H, N, D]``. It is called for all tokens as codes, and
+                again for the residual window, so each query reads the tokens unquantized that it would read
+                so here.
+            dtype: Dtype of what ``change`` is given.
+        """
+        codes = replace(self, rows=None, exact=None).gather(dtype)
+        exact = self.exact
+        if exact is not None:
+            exact = replace(exact, tokens=exact.tokens.mapped(change, dtype))
+        return replace(dense(*change(*codes), self.index.dense()), window=self.window, exact=exact)
+
     def attend(
         self,
         query: Tensor,
@@ -185,6 +205,11 @@ class Tokens:
         row = replace(self, index=index, exact=exact)
         first = None if first is None else first[b : b + 1]
         return row._attend(query[0].transpose(0, 1), query.shape[2], scores, first, block)[None]
+
+
+def dense(key: Tensor, value: Tensor, index: TokenIndex) -> Tokens:
+    """Tokens of tensors ``[B, H, N, D]``, whose columns ``index`` has as ``TokenIndex.dense`` makes them."""
+    return Tokens(KVView.split(_DENSE, key, value), index)
 
 
 def scores_of_newest(scores: ops.Scores, num_newest: int) -> ops.Scores:

@@ -16,10 +16,9 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches import TokenIndex, Tokens
 from kvloom.caches.chosen import attend_chosen
+from kvloom.caches.token_index import dense_index
+from kvloom.caches.tokens import dense
 from kvloom.core.checks import FLOAT_DTYPES
-from kvloom.core.indexing import CacheIndex
-from kvloom.core.layouts import CacheLayout
-from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
 from kvloom.integrations.transformers.latents import Absorbed, ExpandedStates
 from kvloom.integrations.transformers.lazy_states import LazyStates, refuse_gradient
@@ -33,8 +32,6 @@ IMPLEMENTATION: Final = "kvloom"
 _REFUSED: Final = ("head_mask", "block_indices", "sinks", "cache")
 
 _ASKED: Final = frozenset((*_REFUSED, "output_attentions"))
-
-_DENSE: Final = CacheLayout("B H S D")
 
 
 def attention(
@@ -89,9 +86,13 @@ def attention(
         if absorbed is not None:
             scaling = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
             key, value, query = key.latents, key.rope, absorbed.query
+    expanded = key.tokens(value) if isinstance(key, ExpandedStates) else None
     are_lazy = isinstance(key, LazyStates) and isinstance(value, LazyStates)
-    are_lazy = are_lazy and (indices is None or absorbed is not None)
-    if are_lazy and key.tokens is value.tokens and not key.is_written:
+    if are_lazy and indices is not None and absorbed is None:
+        are_lazy = key.tokens.exact is not None  # gathered, all queries would read one and the same window
+    if expanded is not None:
+        tokens, key, value = expanded, key.latents, key.rope
+    elif are_lazy and key.tokens is value.tokens and not key.is_written:
         tokens = key.tokens if absorbed is None else replace(key.tokens, is_latent=True)
     else:
         key, value = (x.gather() if isinstance(x, LazyTensor) else x for x in (key, value))
@@ -237,10 +238,8 @@ def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: Tokens) -
 def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Tokens:
     """Tokens of dense keys and values ``[B, H, N, D]``, as many of each sequence as the mask says."""
     rows, num_columns = key.shape[0], key.shape[2]
-    starts = torch.arange(rows, device=key.device) * num_columns
     if isinstance(mask, CompactMask):
         lengths = mask.lengths
     else:
         lengths = torch.full((rows,), num_columns, device=key.device)
-    index = TokenIndex(CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1)), lengths, num_columns)
-    return Tokens(KVView.split(_DENSE, key, value), index)
+    return dense(key, value, TokenIndex(dense_index(rows, num_columns, key.device), lengths, num_columns))

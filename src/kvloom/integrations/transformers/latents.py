@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from kvloom.caches import Tokens
 from kvloom.caches.absorption import LatentSizes, is_faster_expanded
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.errors import UnsupportedError
@@ -162,6 +163,13 @@ class _Source:
         given = (x.gather() if isinstance(x, LazyTensor) else x for x in (self.latents, self.rope))
         return self.expand(self.module, *given)
 
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """The expanded tokens if they have a residual window."""
+        if not isinstance(self.latents, LazyStates) or self.latents.tokens.exact is None:
+            return None
+        return self.latents.tokens.mapped(partial(self.expand, self.module), self.latents.dtype)
+
 
 @dataclass(frozen=True)
 class Absorbed:
@@ -212,6 +220,14 @@ class ExpandedStates(LazyTensor):
     def gather(self) -> Tensor:
         """The tensor; keys and values are expanded together, once."""
         return self._source.expanded[self._side]
+
+    def tokens(self, values: Any) -> Tokens | None:
+        """Expanded tokens that are codes and a residual window, which each query reads in its own part.
+
+        ``None`` for others, of which all queries read the same tensors, those of ``gather``.
+        """
+        is_one = isinstance(values, ExpandedStates) and values._source is self._source
+        return self._source.tokens if is_one else None
 
     def absorbed(
         self, values: "ExpandedStates", query: Tensor, num_read: int | None = None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvloom.caches.groups import with_residuals
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.pages import Pages
-from kvloom.errors import ArgumentError, StateError
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache
 from kvloom.integrations.transformers.content import input_beside_tokens, positions_are_default
@@ -212,6 +212,23 @@ class PoolCache(KVCache):
         for layer in self._own_layers:
             layer.lazy_initialization(states)
 
+    def expect_in_place(self) -> None:
+        """Raise UnsupportedError if there is a residual window, and attention reads gathered tensors.
+
+        All queries of a forward read the same tensors. What one of them reads unquantized would then depend
+        on the forwards that its text was cut into, and so on whether a prefix was found.
+        """
+        if all(x.residual is None for x in self.sequences):
+            return
+        for layer in self._own_layers:
+            if not layer.is_in_place:
+                raise UnsupportedError(
+                    f"model must have kvloom's attention, as enable(model) sets it, in a pool whose kv has a "
+                    f"residual window, or kv must be without one, as 'int4,recent=0': with "
+                    f"{layer.attn_implementation!r} what a token reads unquantized depends on whether the "
+                    f"tokens before it were found"
+                )
+
     def refuses(self) -> str:
         """Why its pages cannot be shared; empty if they can."""
         if self.is_assigned:
@@ -283,6 +300,7 @@ class _BeforeForward:
         last, origin = None, cache.origin
         try:
             if not cache.is_assigned:
+                cache.expect_in_place()
                 past = int(cache.get_seq_length())
                 origin.before_forward(module, inputs, past, cache.begins)
                 if cache.grid is not None and origin.depth == 0:

@@ -16,7 +16,7 @@ from kvloom.paging import PageTable, whole
 
 def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
     """The prefixes of a pool: groups of the pages of an empty cache, then the group of states."""
-    groups = [PrefixGroup(x.pages, x.window) for x in with_residuals(empty.sequences)]
+    groups = [PrefixGroup(x.pages, x.reach) for x in with_residuals(empty.sequences)]
     return Prefixes(groups if states is None else [*groups, states.group])
 
 
