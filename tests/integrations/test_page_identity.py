@@ -280,7 +280,7 @@ def test_a_subclass_with_another_forward_finds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_residual_window_is_part_of_what_a_store_is_asked_for(tmp_path: Path) -> None:
-    model = make_model()
+    model = make_model("kvloom")
     for kv, found in (("int4:g16", 0), ("int4:g16,recent=0", 0), ("int4:g16", 20)):
         with opened(tmp_path) as store, pool_of(model, kv, store) as pool:
             assert ask(pool, model, TEXT)[1] == found

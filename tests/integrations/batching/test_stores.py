@@ -92,7 +92,7 @@ def test_answers_are_stored_with_their_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv", ["auto", "int8:g4", "int4:g4,recent=20"])
 def test_pools_and_sessions_find_what_the_other_stored(kv: str, tmp_path: Path) -> None:
-    model, first, second = family("Gemma3"), stem(100, 1), stem(80, 2)
+    model, first, second = family("Gemma3", "kvloom"), stem(100, 1), stem(80, 2)
 
     def pool() -> KVPool:
         store = KVStore(url_of(tmp_path), read="always")

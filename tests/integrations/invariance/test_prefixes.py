@@ -139,6 +139,7 @@ def test_a_text_goes_on_behind_its_residual_window_in_another_process(kv: str, t
 @torch.no_grad()
 def test_a_prefix_of_damaged_residual_tokens_is_not_found(tmp_path: Path) -> None:
     model = model_of("Llama", torch.float32)
+    enable(model)
     options: dict[str, Any] = {"kv": "int4", "page_size": 8, "max_tokens": 40_000}
     with KVStore(f"file://{tmp_path}", read="always") as store:
         asked(model, KVPool.for_model(model, **options, store=store), PROMPT, 1, 0)
@@ -170,6 +171,7 @@ def test_rows_go_on_behind_their_residual_windows() -> None:
 
 def test_residual_windows_take_as_many_pages_as_they_were_given() -> None:
     model = model_of("Llama", torch.float32)
+    enable(model)
     pool, texts = KVPool.for_model(model, "int4", 8, max_tokens=6_400), list[Tensor]()
     for seed in range(12):
         texts.append(torch.randint(3, 99, (1, 90), generator=torch.Generator().manual_seed(seed)))
@@ -177,8 +179,8 @@ def test_residual_windows_take_as_many_pages_as_they_were_given() -> None:
     found = [pool.begin(ids).get_seq_length() for ids in texts]
     assert found[-4:] == [88] * 4 and found[0] == 0  # the ends that were used last
     [residual] = [sequences.residual for sequences in pool._empty.sequences]
-    assert residual is not None and residual.pages.pool.num_pages == 8 * 9  # eight ends of 64 tokens
-    assert pool.report()["residual_bytes"] == 72 * 8 * residual.pages.storages[0].nbytes_per_token * 2
+    assert residual is not None and residual.pages.pool.num_pages == 8 * 11  # eight ends of 64 and 16 tokens
+    assert pool.report()["residual_bytes"] == 88 * 8 * residual.pages.storages[0].nbytes_per_token * 2
 
 
 def test_pages_of_layers_that_were_not_invariant_are_not_found(tmp_path: Path) -> None:

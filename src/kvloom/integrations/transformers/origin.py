@@ -216,9 +216,10 @@ class PoolCache(KVCache):
         """Raise UnsupportedError if there is a residual window, and attention reads gathered tensors.
 
         All queries of a forward read the same tensors. What one of them reads unquantized would then depend
-        on the forwards that its text was cut into, and so on whether a prefix was found.
+        on the forwards that its text was cut into, and so on whether a prefix was found. Pieces of a grid
+        are the same in both.
         """
-        if all(x.residual is None for x in self.sequences):
+        if self.grid is not None or all(x.residual is None for x in self.sequences):
             return
         for layer in self._own_layers:
             if not layer.is_in_place:
