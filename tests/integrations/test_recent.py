@@ -171,7 +171,9 @@ def test_a_pool_refuses_attention_that_reads_one_residual_window_for_all_queries
 def test_a_plan_has_their_bytes(name: str) -> None:
     model = family(name)
     for length in (0, 3, 47):
-        planned = kvloom.plan(model.config, "int4:g2,recent=9", context=length, batch=2, page_size=4)
+        planned = kvloom.plan(
+            model.config, "int4:g2,recent=9", context=length, batch=2, page_size=4, at_once=True
+        )
         cache = KVCache.for_model(model, kv="int4:g2,recent=9", page_size=4)
         if length:
             with torch.no_grad():

@@ -61,7 +61,7 @@ def test_a_plan_is_what_a_cache_allocates(name: str) -> None:
     assert shape.weights == sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
     for kv in [*kinds_for(shape), "int4:g2"]:
         for length in (1, 16, 90) if kv == "auto" else (47,):  # within the windows, and beyond
-            planned = kvloom.plan(shape, kv, context=length, batch=2, page_size=4)
+            planned = kvloom.plan(shape, kv, context=length, batch=2, page_size=4, at_once=True)
             cache = filled(model, KVCache.for_model(model, kv=kv, page_size=4), 2, length)
             assert planned.cache + planned.scales == cache.nbytes
             assert planned.tables == table_nbytes(cache)
@@ -133,7 +133,7 @@ def test_what_texts_with_states_take_in_a_pool_is_said(
 def test_a_model_that_sees_is_planned_with_its_tower(name: str) -> None:
     model = vision_model(name)
     cache = filled(model, KVCache.for_model(model, kv="int8:g8", page_size=4), 2, 20)
-    planned = kvloom.plan(model.config, "int8:g8", context=20, batch=2, page_size=4)
+    planned = kvloom.plan(model.config, "int8:g8", context=20, batch=2, page_size=4, at_once=True)
     assert planned.weights == sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
     assert planned.cache + planned.scales == cache.nbytes > 0
     assert kvloom.plan(model.config).context == model.config.get_text_config().max_position_embeddings
@@ -296,8 +296,10 @@ def test_models_that_cannot_be_planned_are_named() -> None:
     with pytest.raises(UnsupportedError, match=r"^config must be of a causal language model .* ViTConfig"):
         kvloom.plan(transformers.ViTConfig(), context=9)
     config = family("Llama").config
-    config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(UnsupportedError, match=r"^config must be of a model without quantized weights"):
+    config.quantization_config = {"quant_method": "unheard-of"}
+    with pytest.raises(
+        UnsupportedError, match=r"^config must be .* load here, got LlamaConfig with a quanti"
+    ):
         kvloom.plan(config)
 
 

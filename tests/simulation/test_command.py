@@ -68,23 +68,46 @@ def test_bad_options_are_named_before_the_trace_is_read(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "sentence"),
     [
-        {"hash_ids": [1, "2"]},
-        {"hash_ids": [1]},
-        {"hash_ids": [1, 2, 3]},
-        {"input_length": 1025},
-        {"output_length": -1},
-        {"timestamp": None},
+        ({"hash_ids": [1, "2"]}, r"hash_ids in line 2, and may have block_size, got '{"),
+        ({"hash_ids": [1]}, r"for each 512 tokens .* without block_size, 2 for 1000 tokens, got 1 in line 2"),
+        ({"hash_ids": [1, 2, 3]}, r"2 for 1000 tokens, got 3 in line 2"),
+        ({"input_length": 1025}, r"3 for 1025 tokens, got 2 in line 2"),
+        ({"input_length": 0, "hash_ids": []}, r"0 for 0 tokens, got 0 in line 2"),
+        (
+            {"block_size": 400},
+            r"for each 400 tokens .* its block_size says, 3 for 1000 tokens, got 2 in line 2",
+        ),
+        ({"block_size": 500}, r"one block_size, 512 in its first line, got 500 in line 2"),
+        ({"block_size": 0}, r"hash_ids in line 2, and may have block_size, got '{"),
+        ({"output_length": -1}, r"hash_ids in line 2, and may have block_size, got '{"),
+        ({"timestamp": None}, r"hash_ids in line 2, and may have block_size, got '{"),
     ],
     ids=str,
 )
-def test_a_line_that_is_none_of_a_trace_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_line_that_is_none_of_a_trace_is_named(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | change) + "\n")
-    with pytest.raises(ArgumentError, match=r"hash_ids in line 2, got '{"):
+    with pytest.raises(ArgumentError, match=f"^trace must have .*{sentence}"):
         list(read_trace(file))
     assert len(list(read_trace(file, 1))) == 1
+
+
+@pytest.mark.parametrize(("page_size", "found"), [(64, 12), (16, 48), (128, 6)])
+def test_a_trace_may_say_the_size_of_its_blocks(
+    page_size: int, found: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four of the five blocks of 64 tokens are found by three of the four requests."""
+    file, line = tmp_path / "trace.jsonl", LINE | {"block_size": 64, "input_length": 320}
+    lines = [json.dumps(line | {"hash_ids": [1, 2, 3, 4, 100 + i]}) + "\n" for i in range(4)]
+    file.write_text("".join(lines))
+    options = ["--capacity", "100k", "--policy", "lru", "--page-size", str(page_size), "--json"]
+    assert main(["simulate", str(file), *options]) == 0
+    [shown] = json.loads(capsys.readouterr().out)
+    assert shown["blocks"] == found and shown["block_size"] == 64
 
 
 def test_a_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ class Pages:
         self.format = format
         self.needs_positions = any(x.needs_positions for x in format.layers or (format,))
         self.is_window: bool = False  # sequences hold few pages each: the pool grows only by need
+        self.most: int | None = None  # pages of one sequence of a window, beyond which it grows only by need
         self.residual: Pages | None = None
         if format.recent:  # kept pages have the size of pages of codes
             self.residual = Pages(format.residual(format.page_size if is_kept else _RESIDUAL))
@@ -98,7 +99,7 @@ class Pages:
         return (
             Pages,
             (self.format, False, self.policy),
-            {"residual": self.residual, "is_window": self.is_window},
+            {"residual": self.residual, "is_window": self.is_window, "most": self.most},
         )
 
     @property
@@ -220,7 +221,7 @@ class Pages:
         self,
         tables: Sequence[PageTable],
         storage: Storage,
-        before: Sequence[int],
+        before: Sequence[int] | None = None,
         after: Sequence[int] | None = None,
     ) -> Tensor:
         """First slot of each page of each table, ``[B, P]`` int64 with P at least 1, padded by -1.
@@ -229,7 +230,8 @@ class Pages:
         with ``after[b]`` for such that it does not have yet.
         """
         rows = [self._first_slots((ref.id for ref in table.pages), storage) for table in tables]
-        places = zip(before, rows, after or [0] * len(rows), strict=True)
+        none = [0] * len(rows)
+        places = zip(before or none, rows, after or none, strict=True)
         rows = [[0] * m + row + [0] * n for m, row, n in places]
         width = max(1, *map(len, rows))
         padded = [[*row, *[-1] * (width - len(row))] for row in rows]
@@ -304,6 +306,8 @@ class Pages:
         # double, or they would move at every page.
         doubled = min(have, _DOUBLED // size * max(self.pool.num_extents, 1))
         wanted = have + (missing if self.is_window else max(have // 4, doubled, missing))
+        if self.most is not None:
+            wanted = max(have + missing, min(wanted, self.most * max(self.pool.num_extents, 1)))
         if max_tokens is None:
             return wanted
         limit = max_tokens // size

@@ -79,6 +79,12 @@ class Placement:
         return self.window if self.is_required else num_exact(self.window or 0) + 1
 
     @property
+    def most_pages(self) -> int:
+        """Most pages that one sequence of a window takes: what it keeps before a step, and after it."""
+        size, held = self.format.page_size, (self.window or 0) - 1 + self.rollback
+        return 2 * -(-(held + size - 1) // size)
+
+    @property
     def storages(self) -> dict[int, Storage]:
         """The tensors of each layer."""
         return self.pages.storages

@@ -44,6 +44,8 @@ class Sequences(Placement):
     ) -> None:
         pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
         super().__init__(pages, window, rollback, is_required=is_required)
+        if window is not None:
+            self.pages.most = self.most_pages
         self.residual: Sequences | None = None
         if self.pages.residual is not None:
             newest, kept = self.format.residual_window(window), RESIDUAL_ROLLBACK

@@ -36,6 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
     parser.add_argument(
+        "--at-once", action="store_true", help="prompts of one forward, not the most of any forwards"
+    )
+    parser.add_argument(
         "--pack", choices=tuple(PACKS), default="no", help="linear layers have packed weights, as of serve"
     )
     parser.add_argument("--memory", metavar="BYTES", help="such as 24GB or 24GiB: how much fits into it")
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
             batch=args.batch,
             page_size=args.page_size,
             pack=PACKS[args.pack],
+            at_once=args.at_once,
         )
         for kv in kinds
     ]

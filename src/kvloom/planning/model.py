@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -12,7 +13,15 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, PretrainedConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PretrainedConfig,
+)
+from transformers.quantizers import AutoHfQuantizer
 
 from kvloom.caches import CacheFormat
 from kvloom.core.entries import Entry
@@ -23,6 +32,7 @@ from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, ma
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.invariance import packable_bytes
 from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.loading import is_seeing
 from kvloom.integrations.transformers.text_config import names_rank
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
@@ -79,11 +89,6 @@ class ModelShape:
         """
         if not isinstance(config, PretrainedConfig):
             raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
-        if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedError(
-                f"config must be of a model without quantized weights, got the quantization_config of "
-                f"{type(config).__name__}"
-            )
         if config.is_encoder_decoder:  # for some of these transformers makes the decoder alone
             raise UnsupportedError(
                 f"config must be of a decoder alone, got the encoder and decoder of {type(config).__name__}"
@@ -97,10 +102,9 @@ class ModelShape:
                     f"{type(layer).__name__} in {type(config).__name__}"
                 )
         text = config.get_text_config(decoder=True)
-        tensors = [*model.parameters(), *model.buffers()]
         return cls(
             text,
-            sum(x.nbytes for x in tensors),
+            _weights_of(config, model),
             tuple(
                 _shape(type(config).__name__, layer, seen, i, names_rank(text))
                 for i, layer in enumerate(layers)
@@ -155,10 +159,54 @@ _AUTO_CLASSES: Final = [
 """Auto classes of models that generate text, multimodal ones included."""
 
 
-def _model_of(config: Any) -> Any:
-    """Make the model of a configuration, with weights on torch's default device."""
-    auto = next((x for x in _AUTO_CLASSES if type(config) in x._model_mapping), _AUTO_CLASSES[0])
-    return auto.from_config(config, attn_implementation="eager").eval()
+def _model_of(config: Any, *, sees: bool = False) -> Any:
+    """Make the model of a configuration without quantized weights, on torch's default device.
+
+    Of some there is one with a tower of pictures and one without; ``sees`` prefers the former.
+    """
+    config = copy.deepcopy(config)  # in which transformers writes how it attends
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    found = [x for x in _AUTO_CLASSES if type(config) in x._model_mapping] or [AutoModelForCausalLM]
+    auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
+    return auto.from_config(config, attn_implementation="eager", dtype=_dtype_of(config)).eval()
+
+
+def _dtype_of(config: Any) -> Any:
+    """Dtype of the weights, which some configurations say of the part that generates text alone."""
+    for x in (config, config.get_text_config(decoder=True)):
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None:
+            return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return None
+
+
+def _weights_of(config: Any, model: Any) -> int:
+    """Bytes of all parameters and buffers; of quantized ones as transformers keeps them on this machine.
+
+    Args:
+        config: The configuration.
+        model: The model that ran, which may be without its tower of pictures.
+
+    Raises:
+        UnsupportedError: transformers cannot make or quantize such a model here.
+    """
+    said = getattr(config, "quantization_config", None)
+    if said is not None or is_seeing(config):
+        dtype = next((x.dtype for x in model.parameters()), None)
+        try:
+            with torch.device("meta"), _without_logs():
+                model = _model_of(config, sees=True)
+                if said is not None:
+                    AutoHfQuantizer.from_config(said, pre_quantized=True).preprocess_model(
+                        model=model, dtype=dtype, device_map=None, checkpoint_files=None
+                    )
+        except Exception as error:  # a package or a device is missing
+            raise UnsupportedError(
+                f"config must be of a model that transformers can load here, got {type(config).__name__}"
+                f"{'' if said is None else ' with a quantization_config'}: {summary_of(error)}"
+            ) from error
+    return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
 
 
 _TORCH_AUTOCAST: Final = torch.autocast
@@ -169,14 +217,38 @@ def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
     return nullcontext() if device_type == "meta" else _TORCH_AUTOCAST(device_type, *args, **kwargs)
 
 
-def _run_without_data(config: Any) -> tuple[Any, _Watched]:
-    """Make the model from a copy of ``config`` and run it on one token; returns it with its cache."""
+class _Decided(TorchDispatchMode):
+    """Reads 1 or true from every tensor without data, as of the length of one token."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Context in which transformers logs nothing."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with torch.device("meta"), torch.no_grad(), patch.object(torch, "autocast", _autocast):
-            model = _model_of(copy.deepcopy(config))  # in which transformers writes how it attends
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _run_without_data(config: Any) -> tuple[Any, _Watched]:
+    """Make the model from a copy of ``config`` and run it on one token; returns it with its cache."""
+    try:
+        with (
+            torch.device("meta"),
+            torch.no_grad(),
+            patch.object(torch, "autocast", _autocast),
+            _Decided(),  # type: ignore[no-untyped-call]
+            _without_logs(),
+        ):
+            model = _model_of(config)
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # its shapes do not depend on data
             cache = _Watched(model.config.get_text_config(decoder=True))
@@ -190,8 +262,6 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
             f"config must be of a causal language model that computes a token without data, got "
             f"{type(config).__name__}: {summary_of(error)}"
         ) from error
-    finally:
-        logger.setLevel(level)
     return model, cache
 
 

@@ -45,8 +45,10 @@ class LayerPlan:
 class Plan:
     """Bytes of a model and its ``KVCache`` with ``batch`` sequences of ``context`` tokens each.
 
-    ``cache + scales`` is ``KVCache.nbytes`` after prompts of that length, and the bytes of a ``KVPool`` with
-    as many token slots in whole pages; ``tables`` are the page tables that attention reads.
+    ``cache + scales`` is the most that ``KVCache.nbytes`` with ``max_tokens`` is while so many tokens are
+    read, in forwards of any number of tokens; with ``at_once`` it is, to the byte, what it is after prompts
+    of one forward. It is also the bytes of a ``KVPool`` with as many token slots in whole pages; ``tables``
+    are the page tables that attention reads.
 
     Attributes:
         shape: Shape of the model.
@@ -58,6 +60,7 @@ class Plan:
         layers: Bytes of each layer.
         tables: Bytes of page tables, one table for all layers of a window.
         pack: As of ``enable``.
+        at_once: As of ``plan``.
     """
 
     shape: ModelShape
@@ -69,6 +72,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     tables: int
     pack: bool | str = False
+    at_once: bool = False
 
     @property
     def weights(self) -> int:
@@ -142,8 +146,7 @@ class Plan:
 
         0 if not even the weights fit; ``None`` if every length fits.
         """
-        # The pages of a window vary by one, so the maximum counts.
-        return _most(lambda n: self._with(n, self.batch, is_peak=True).total <= memory)
+        return _most(lambda n: self._with(n, self.batch).total <= memory)
 
     def largest_batch(self, memory: int) -> int | None:
         """Largest number of sequences of ``context`` tokens that fit in ``memory`` bytes.
@@ -152,16 +155,18 @@ class Plan:
         """
         return _most(lambda n: self._with(self.context, n).total <= memory)
 
-    def _with(self, context: int, batch: int, *, is_peak: bool = False) -> "Plan":
+    def _with(self, context: int, batch: int) -> "Plan":
         format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
         windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.entry or layer.index)
-        held = {window: _held(context, window, self.page_size, is_peak) for window in windows}
+        held = {window: _held(context, window, self.page_size, self.at_once) for window in windows}
         return replace(
             self,
             context=context,
             batch=batch,
             layers=tuple(
-                _layer(layer, format.of_layer(i), batch, *held.get(layer.window, (0, 0)), context, is_peak)
+                _layer(
+                    layer, format.of_layer(i), batch, *held.get(layer.window, (0, 0)), context, self.at_once
+                )
                 for i, layer in enumerate(self.shape.layers)
             ),
             tables=sum(8 * batch * num_pages for num_pages, _ in held.values()),
@@ -177,6 +182,7 @@ def plan(
     page_size: int = 16,
     values: str | None = None,
     pack: bool | str = False,
+    at_once: bool = False,
 ) -> Plan:
     """Compute the exact bytes of a model and its cache; needs no weights and allocates nothing.
 
@@ -188,6 +194,8 @@ def plan(
         page_size: Tokens in a page.
         values: As ``kv``, for the values alone.
         pack: As of ``enable``: ``True`` for packed weights of linear layers beside the others.
+        at_once: Whether prompts are read in one forward, and nothing after them. Otherwise windows and
+            residual windows count twice: a forward that passes them has the tokens of before it, too.
 
     Raises:
         ArgumentError: an argument is none of these, or ``kv`` has a group that does not divide a head dim.
@@ -206,7 +214,7 @@ def plan(
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ArgumentError(f"{name} must be an int of at least {least}, got {value!r}")
     expect_pack(pack)
-    empty = Plan(shape, kv, values, context, batch, page_size, (), 0, pack)
+    empty = Plan(shape, kv, values, context, batch, page_size, (), 0, pack, at_once)
     try:
         return empty._with(context, batch)
     except ConfigError as error:
@@ -219,18 +227,20 @@ def kinds_for(shape: ModelShape) -> list[str]:
     return [kind for kind in STORAGE if kind not in CODES or all(map(group_for, dims))]
 
 
-def _held(context: int, window: int | None, page_size: int, is_peak: bool) -> tuple[int, int]:
-    """Pages and tokens of one sequence after a prompt of ``context`` tokens, or their maximum until then."""
+def _held(context: int, window: int | None, page_size: int, at_once: bool) -> tuple[int, int]:
+    """Most pages of one sequence while ``context`` tokens are read, and the tokens that it then holds."""
     if window is None or not context:
         return -(-context // page_size), context
-    return _in_window(Sequences(CacheFormat(page_size=page_size), window), context, is_peak)
+    return _in_window(Sequences(CacheFormat(page_size=page_size), window), context, at_once)
 
 
-def _in_window(sequences: Sequences, context: int, is_peak: bool) -> tuple[int, int]:
+def _in_window(sequences: Sequences, context: int, at_once: bool) -> tuple[int, int]:
     """Pages and tokens as of ``_held``, for empty sequences with a window."""
-    longest = (sequences.window or 0) + sequences.rollback + sequences.format.page_size - 2
-    sequences.reserve(1, min(context, longest) if is_peak else context)
-    return sequences.pages.pool.num_pages, sequences.tables[0].num_tokens
+    sequences.reserve(1, context)
+    num_pages, num_tokens = sequences.pages.pool.num_pages, sequences.tables[0].num_tokens
+    if not at_once:
+        num_pages = min(-(-context // sequences.format.page_size), sequences.most_pages)
+    return num_pages, num_tokens
 
 
 def _layer(
@@ -240,7 +250,7 @@ def _layer(
     num_pages: int,
     num_tokens: int,
     context: int,
-    is_peak: bool,
+    at_once: bool,
 ) -> LayerPlan:
     states = batch * layer.state_nbytes
     num_slots = batch * num_pages * format.page_size
@@ -250,7 +260,7 @@ def _layer(
     entry = format.entry(layer.entry)
     recent, residual = 0, Sequences(format, layer.window).residual
     if residual is not None and num_tokens:
-        newest = _in_window(residual, context, is_peak)[0] * residual.format.page_size
+        newest = _in_window(residual, context, at_once)[0] * residual.format.page_size
         recent = batch * newest * layer.entry.nbytes
     scales = entry.nbytes_scales
     cache = (entry.nbytes - scales + of_index) * num_slots + recent

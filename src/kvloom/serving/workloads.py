@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from kvloom.simulation.trace import BLOCK_TOKENS, read_trace
+from kvloom.simulation.trace import read_trace
 
 _WORDS: Final = (
     "and as assert break class continue def del elif else except finally for from if import in is not or "
@@ -84,7 +84,7 @@ def replay(path: Path, count: int, scale: float, speed: float, seed: int) -> lis
     """
     made = []
     for request in read_trace(path, count):
-        lengths = [BLOCK_TOKENS] * (len(request.hash_ids) - 1)
+        lengths = [request.block_size] * (len(request.hash_ids) - 1)
         lengths.append(request.input_length - sum(lengths))
         pieces = [
             words(max(1, round(n / scale)), (seed, x)) for n, x in zip(lengths, request.hash_ids, strict=True)

@@ -115,7 +115,8 @@ def run(args: argparse.Namespace) -> None:
         for cache in caches
     }
     if args.json:
-        json.dump(_as_json(results, args.page_size), sys.stdout, indent=1)
+        block_size = requests[0].block_size if requests else None
+        json.dump(_as_json(results, args.page_size, block_size), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
         _print(results, args.page_size)
@@ -155,12 +156,13 @@ def _replay(requests: "list[Request]", capacity: int, cache: Cache, args: argpar
     )
 
 
-def _as_json(results: Results, page_size: int) -> list[dict[str, object]]:
+def _as_json(results: Results, page_size: int, block_size: int | None) -> list[dict[str, object]]:
     return [
         {
             "policy": cache.policy,
             "capacity": capacity,
             "page_size": page_size,
+            "block_size": block_size,
             "below": cache.below,
             "blocks": x.blocks,
             "tokens": x.tokens,

@@ -78,8 +78,7 @@ def replay(
             raise ArgumentError(f"{name} must be at least {page_size} tokens, got {tokens}")
     if policy not in POLICIES:
         raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    if page_size != BLOCK_TOKENS:
-        requests = paged(requests, page_size)
+    requests = paged(requests, page_size)
     found = _found(requests, capacity // page_size, policy)
     ends = found
     if below:

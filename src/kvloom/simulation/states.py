@@ -66,8 +66,7 @@ def replay_states(
         raise ArgumentError(f"state_tokens must be at least 1, got {state_tokens}")
     if max_states is not None and max_states < 1:
         raise ArgumentError(f"max_states must be at least 1, got {max_states}")
-    if page_size != BLOCK_TOKENS:
-        requests = paged(requests, page_size)
+    requests = paged(requests, page_size)
     interval = grid_interval(state_interval, page_size)
     most = _MOST * len(requests)
     num_states = most if max_states is None else min(max_states, most)

@@ -9,7 +9,11 @@ from typing import Final, NamedTuple
 from kvloom.errors import ArgumentError
 
 BLOCK_TOKENS: Final = 512
-"""Tokens of a block, which has one id."""
+"""Tokens of a block, which has one id, where a trace does not say it."""
+
+
+_GIVEN: Final = ("timestamp", "input_length", "output_length", "hash_ids")
+"""Fields that every line has."""
 
 
 class Request(NamedTuple):
@@ -21,12 +25,14 @@ class Request(NamedTuple):
         output_length: Number of tokens of the answer.
         hash_ids: Ids of the blocks of the prompt, of which the last may be partly filled; equal ids mean
             equal blocks after equal blocks.
+        block_size: Tokens of a block.
     """
 
     timestamp: float
     input_length: int
     output_length: int
     hash_ids: list[int]
+    block_size: int = BLOCK_TOKENS
 
 
 def read_trace(path: Path, count: int | None = None) -> Iterator[Request]:
@@ -34,16 +40,24 @@ def read_trace(path: Path, count: int | None = None) -> Iterator[Request]:
 
     Args:
         path: JSON lines with ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens,
-            and ``hash_ids`` of the blocks of 512 tokens of the input.
+            and ``hash_ids`` of the blocks of the input, of 512 tokens or, if it is given, of ``block_size``.
         count: Number of requests; ``None`` for all.
 
-        Raises:
-            ArgumentError: the file cannot be read, or a line is no request.
+    Raises:
+        ArgumentError: the file cannot be read, a line is no request, or it has blocks of another size.
     """
+    size: int | None = None
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(islice(lines, count), 1):
-                yield _request(number, line)
+                request = _request(number, line)
+                size = size or request.block_size
+                if request.block_size != size:
+                    raise ArgumentError(
+                        f"trace must have one block_size, {size} in its first line, got "
+                        f"{request.block_size} in line {number}"
+                    )
+                yield request
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"trace must be a file of JSON lines: {error}") from error
 
@@ -57,24 +71,26 @@ def paged(requests: Sequence[Request], page_size: int) -> Sequence[Request]:
 
     Args:
         requests: Requests in blocks.
-        page_size: Number of tokens, a multiple or a divisor of 512.
+        page_size: Number of tokens, a multiple or a divisor of the size of a block.
 
     Raises:
         ArgumentError: it is neither.
     """
-    if page_size < 1 or (page_size % BLOCK_TOKENS and BLOCK_TOKENS % page_size):
-        raise ArgumentError(f"page_size must be a multiple or a divisor of {BLOCK_TOKENS}, got {page_size}")
-    if page_size >= BLOCK_TOKENS:
-        step = page_size // BLOCK_TOKENS
-        return [x._replace(hash_ids=_last_of_each(x.hash_ids, step)) for x in requests]
+    block = requests[0].block_size if requests else BLOCK_TOKENS
+    if page_size < 1 or (page_size % block and block % page_size):
+        raise ArgumentError(f"page_size must be a multiple or a divisor of {block}, got {page_size}")
+    if page_size == block:
+        return requests
+    if page_size > block:
+        step = page_size // block
+        return [x._replace(hash_ids=_last_of_each(x.hash_ids, step), block_size=page_size) for x in requests]
     numbers: dict[tuple[int, int], int] = {}
     made = []
     for x in requests:
-        parts = ((block, i) for block in x.hash_ids for i in range(BLOCK_TOKENS // page_size))
+        parts = ((own, i) for own in x.hash_ids for i in range(block // page_size))
         num_pages = -(-x.input_length // page_size)
-        made.append(
-            x._replace(hash_ids=[numbers.setdefault(part, len(numbers)) for part in islice(parts, num_pages)])
-        )
+        pages = [numbers.setdefault(part, len(numbers)) for part in islice(parts, num_pages)]
+        made.append(x._replace(hash_ids=pages, block_size=page_size))
     return made
 
 
@@ -86,18 +102,21 @@ def _last_of_each(blocks: list[int], step: int) -> list[int]:
 def _request(number: int, line: str) -> Request:
     try:
         found = json.loads(line)
-        request = Request(*(found[name] for name in Request._fields))
-        last = request.input_length - BLOCK_TOKENS * (len(request.hash_ids) - 1)
-        if (
-            all(type(x) is int for x in (*request[1:3], *request.hash_ids))
-            and 0 < last <= BLOCK_TOKENS
-            and request.output_length >= 0
-            and request.timestamp >= 0
-        ):
-            return request
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ArgumentError(
-        f"trace must have timestamp, input_length, output_length and hash_ids in line {number}, "
-        f"got {line.strip()[:60]!r}"
-    )
+        request = Request(**{name: found[name] for name in Request._fields if name in {*_GIVEN, *found}})
+        numbers = request.input_length, request.output_length, request.block_size
+        is_read = all(type(x) is int for x in (*numbers, *request.hash_ids)) and request.timestamp >= 0
+        if not is_read or min(numbers) < 0 or request.block_size < 1:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArgumentError(
+            f"trace must have {', '.join(_GIVEN[:-1])} and {_GIVEN[-1]} in line {number}, and may have "
+            f"block_size, got {line.strip()[:60]!r}"
+        ) from error
+    num_blocks = -(-request.input_length // request.block_size)
+    if not num_blocks or len(request.hash_ids) != num_blocks:
+        raise ArgumentError(
+            f"trace must have a number in hash_ids for each {request.block_size} tokens of input_length, as "
+            f"{'its block_size says' if 'block_size' in found else 'is usual without block_size'}, "
+            f"{num_blocks} for {request.input_length} tokens, got {len(request.hash_ids)} in line {number}"
+        )
+    return request

@@ -52,8 +52,9 @@ def read_lookups(path: Path) -> tuple[list[Lookup], int]:
     if is_recording:
         head, *lines = read_lines(path)
         return lookups_of(lines), head["page_size"]
-    trace = [Lookup(x.timestamp / 1000, "", x.input_length, x.hash_ids) for x in read_trace(path)]
-    return trace, BLOCK_TOKENS
+    trace = [*read_trace(path)]
+    found = [Lookup(x.timestamp / 1000, "", x.input_length, x.hash_ids) for x in trace]
+    return found, trace[0].block_size if trace else BLOCK_TOKENS
 
 
 def lookups_of(lines: Iterable[dict[str, Any]]) -> list[Lookup]:

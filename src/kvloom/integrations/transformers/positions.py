@@ -25,6 +25,8 @@ def positions_of(model: Any) -> int | None:
         return None
     rope = getattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", None)
     said = rope if isinstance(rope, Mapping) else {}
+    if said.get("rope_type", said.get("type")) == "llama3":  # its factor is of frequencies, not of lengths
+        return longest
     first, factor = said.get("original_max_position_embeddings") or longest, said.get("factor")
     stretched = first * factor if isinstance(first, int) and isinstance(factor, int | float) else 0
     return max(longest, int(stretched))
