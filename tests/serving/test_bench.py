@@ -207,7 +207,7 @@ def test_refused_requests_are_counted_and_a_table_is_printed(
         (["--trace", "x"], "--trace must be given with --scenario trace, and with no other"),
         (["--scenario", "trace", "--trace", "/nowhere"], "--trace must be a file of JSON lines"),
         (["--scenario", "trace", "--trace", os.devnull], "no request was answered"),
-        (["--scenario", "trace", "--trace", __file__], 'hash_ids in line 1, got \'"""``kvloom bench'),
+        (["--scenario", "trace", "--trace", __file__], 'block_size, got \'"""``kvloom bench'),
         (["--api-key", "wrong"], "no server answers at http://127.0.0.1"),
         (["--model", "other", "--requests", "1"], "no request was answered: Error code: 404"),
     ],
