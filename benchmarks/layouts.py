@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from kvloom.layouts import LAYOUTS, KVTensors, Placement, convert
+from kvloom.layouts import KVTensors, Placement, convert, find_layout
 
 LAYERS, PAGES, HEADS, DIM = 4, 2048, 8, 128
-PAIRS = ("vllm", "vllm_hnd", "flashinfer", "hugging_face", "pmx_dynamic_3", "vllm_paged", "ascend_nz")
+PAIRS = ("vllm", "2 B H S D", "flashinfer", "hugging_face", "pmx_dynamic_3", "vllm_paged", "ascend_nz")
 RUNS = 5
 
 
@@ -31,11 +31,13 @@ def main() -> None:
     copies = [torch.empty_like(x) for x in pages.values()]
     lines = ["| from \\ to | " + " | ".join(PAIRS) + " |", "|---" * (len(PAIRS) + 1) + "|"]
     for a in PAIRS:
-        page = 16 if "B" in LAYOUTS[a].of("key", 2).names else None
+        page = 16 if "B" in find_layout("from", a).of("key", 2).names else None
         source = convert(first, Placement(a, page))
         row = []
         for b in PAIRS:
-            target = convert(source, Placement(b, 16 if "B" in LAYOUTS[b].of("key", 2).names else None))
+            target = convert(
+                source, Placement(b, 16 if "B" in find_layout("to", b).of("key", 2).names else None)
+            )
             copied = best_s(lambda: [x.copy_(y) for x, y in zip(copies, pages.values(), strict=True)])
             row.append(f"{copied / best_s(lambda source=source, target=target: convert(source, target)):.2f}")
         lines.append(f"| {a} | " + " | ".join(row) + " |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ DYNAMIC = "pmx.dynamic_batching.key_value_cache"
 FUSED = "pmx.dynamic_batching.multi_head_cache_attention"
 LATER = "opmx.dynamic_batching.multi_head_cache_attention"
 SCATTER, GATHER = "ascend.scatter_pa_kv_cache", "ascend.gather_pa_kv_cache"
-GQA, ATTENTION, TENSOR = "microsoft.group_query_attention", "onnx.attention", "onnx.tensor_scatter"
+GQA, TENSOR = "microsoft.group_query_attention", "onnx.tensor_scatter"
+ATTENTION, FIRST, WINDOWS = "onnx.attention", "onnx.attention_23", "onnx.attention_25"
+"""``Attention`` of opset 24, 23 and 25."""
 PAGED, APPEND, UPDATE = (
     "microsoft.paged_attention",
     "flashinfer.append_paged_kv_cache",
@@ -28,6 +30,7 @@ PAGED, APPEND, UPDATE = (
 )
 LINEAR, CONV = "onnx.linear_attention", "onnx.causal_conv_with_state"
 RESHAPE, FLASH, COPY = "vllm.reshape_and_cache", "vllm.reshape_and_cache_flash", "vllm.copy_blocks"
+
 
 RIGHT: dict[str, Callable[..., Any] | str] = {
     STATIC: peers.key_value_cache,
@@ -45,7 +48,9 @@ RIGHT: dict[str, Callable[..., Any] | str] = {
     LINEAR: peers.linear_attention,
     CONV: peers.causal_conv_with_state,
     TENSOR: "onnxruntime",
+    FIRST: "onnxruntime",
     ATTENTION: "onnxruntime",
+    WINDOWS: "onnxruntime",
     GQA: "onnxruntime",
 }
 """Implementations that share no code with the oracles."""
@@ -63,7 +68,11 @@ class Planted:
 
 def right(dialect: str) -> Target:
     of = RIGHT[dialect]
-    return open_target(of) if isinstance(of, str) else python_target(of)
+    target = open_target(of) if isinstance(of, str) else python_target(of)
+    if dialect not in (FIRST, ATTENTION):
+        return target
+    # ONNX Runtime refuses some masks that are legal in opsets 23 and 24, and takes them in 25.
+    return lambda operator, vector, call: target(replace(operator, opset=25), vector, call)
 
 
 def asked(dialect: str, cause: str, change: Callable[[Call], Call]) -> Planted:
@@ -239,7 +248,8 @@ def packed(cause: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Plante
             )
             for name in ("present_key", "present_value"):
                 for row, last in zip(results[name], call["seqlens_k"].tolist(), strict=True):
-                    row[:, : last + 1] = change(row[:, : last + 1])
+                    stored = max(last + 1, call["query"].shape[1])
+                    row[:, :stored] = change(row[:, :stored])
             return results
 
         return run

@@ -13,9 +13,10 @@ pytest.importorskip("safetensors")
 from torch import Tensor
 
 from kvloom.cli import main
-from kvloom.conform.comparing import words
-from kvloom.conform.describe import problems, result_shape
+from kvloom.conform.comparing import agrees, words
+from kvloom.conform.describe import Call, problems, result_shape
 from kvloom.conform.judging import named
+from kvloom.conform.mistakes import MISTAKES
 from kvloom.conform.operators import OPERATORS
 from kvloom.conform.vectors import PUBLISHED, Vector, make, read
 from kvloom.errors import ArgumentError
@@ -172,3 +173,119 @@ def test_attributes_are_left_out_and_given_other_values() -> None:
     for name, default in (("num_layer", 1), ("layer_idx", 0), ("quant_bit", 0), ("num_repeat", 1)):
         assert any(name not in call for call in calls)
         assert any(call.get(name, default) != default for call in calls)
+
+
+CODED = [name for name in OPERATORS if "pmx." in name and "cache" in name] + [
+    "microsoft.group_query_attention"
+]
+
+
+@pytest.mark.parametrize("dialect", CODED)
+def test_codes_tell_a_quotient_from_a_product_with_the_reciprocal(dialect: str) -> None:
+    """Scales that are powers of two do not: both are the same number then."""
+    operator = OPERATORS[dialect]
+    other = {"multiplied by a reciprocal", "divided by the scale"}
+    mistakes = [each for each in MISTAKES if each.name in other]
+    told, all_told = 0, 0
+    for vector in legal(dialect):
+        call = operator.complete(vector.call)
+        if not (call.get("quant_bit") or call.get("kv_cache_bit_width")):
+            continue
+        all_told += 1
+        for mistake in mistakes:
+            wrong = mistake.wrong(operator, call, {n: x.clone() for n, x in (vector.expected or {}).items()})
+            told += wrong is not None and not agrees(operator, vector.expected or {}, wrong)
+    assert told > all_told / 40 and told >= 2
+
+
+def test_first_prompts_are_padded_and_store_their_padding() -> None:
+    stored = 0
+    for vector in legal("microsoft.group_query_attention"):
+        count, lengths = vector.call["query"].shape[1], (vector.call["seqlens_k"] + 1).tolist()
+        if count == 1 or int(vector.call["total_sequence_length"]) != count:
+            continue
+        for b, length in enumerate(lengths):
+            assert vector.expected is not None
+            padding = vector.expected["present_key@padding"][b]
+            assert not padding[:, :count].any() and padding[:, count:].all()
+            if length < count and vector.call["past_key"].dtype == torch.float32:
+                keys = vector.call["key"][b].unflatten(1, (vector.call["kv_num_heads"], -1)).transpose(0, 1)
+                assert torch.equal(vector.expected["present_key"][b, :, :count], keys)
+                stored += 1
+    assert stored > 10
+
+
+def test_masks_are_of_every_kind_and_shape() -> None:
+    for dialect in ("onnx.attention_23", "onnx.attention", "onnx.attention_25"):
+        calls = [vector.call for vector in legal(dialect)]
+        masks = [call["attn_mask"] for call in calls if "attn_mask" in call]
+        kinds = {"boolean": 0, "float": 0, "integer": 0}
+        for mask in masks:
+            is_float = mask.is_floating_point()
+            kinds["boolean" if mask.dtype == torch.bool else "float" if is_float else "integer"] += 1
+        assert min(kinds.values()) > 0 and {mask.ndim for mask in masks} == {1, 2, 3, 4}
+        assert {call.get("qk_matmul_output_mode") for call in calls} == {None, 0, 1, 2, 3}
+        narrow = [c for c in calls if "attn_mask" in c and c["attn_mask"].shape[-1] < _num_keys(c)]
+        assert bool(narrow) == (dialect != "onnx.attention_23")
+
+
+def _num_keys(call: Call) -> int:
+    return int(call["K"].shape[2] + (call["past_key"].shape[2] if "past_key" in call else 0))
+
+
+BOTH = {"past_key": torch.zeros(1, 1, 2, 8), "past_value": torch.zeros(1, 1, 2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "change", "wrong"),
+    [
+        ("onnx.attention", {}, None),
+        ("onnx.attention", {**BOTH, "nonpad_kv_seqlen": torch.tensor([2])}, "nonpad_kv_seqlen"),
+        ("onnx.attention", {"attn_mask": torch.zeros(2, 2)}, None),
+        ("onnx.attention_23", {"attn_mask": torch.zeros(2, 2)}, "attn_mask"),
+        ("onnx.attention", {"attn_mask": torch.zeros(2, 4)}, "attn_mask"),
+        (
+            "onnx.attention",
+            {"attn_mask": torch.zeros(2, 2), "nonpad_kv_seqlen": torch.tensor([3])},
+            "attn_mask",
+        ),
+        ("onnx.attention", {"attn_mask": torch.zeros(3, 3, dtype=torch.bool)}, "attn_mask"),
+        ("onnx.attention", {"attn_mask": torch.zeros(2, 1, 1, 3, dtype=torch.bool)}, "attn_mask"),
+        ("onnx.attention", {"attn_mask": torch.zeros(1, 3, dtype=torch.int64)}, None),
+        ("onnx.attention_23", {"nonpad_kv_seqlen": torch.tensor([2])}, "nonpad_kv_seqlen"),
+        ("onnx.attention", {"left_window_size": 1}, "left_window_size"),
+        ("onnx.attention_25", {"left_window_size": 1, "right_window_size": 0}, None),
+        ("onnx.attention_25", {"left_window_size": -2}, "left_window_size"),
+    ],
+)
+def test_what_is_legal_of_attention(dialect: str, change: Call, wrong: str | None) -> None:
+    call = {"Q": torch.zeros(1, 1, 2, 8), "K": torch.zeros(1, 1, 3, 8), "V": torch.zeros(1, 1, 3, 8)}
+    assert [name for name, _ in problems(OPERATORS[dialect], {**call, **change})] == [wrong] * (
+        wrong is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "seqlens", "total", "wrong"),
+    [
+        (3, [2, 0], 3, None),  # a first prompt, padded on the right
+        (3, [1, 0], 3, None),
+        (3, [1, 0], 2, "total_sequence_length"),
+        (3, [4, 4], 5, "seqlens_k"),  # a later part of two rows
+        (3, [4], 5, None),
+        (1, [4, 0], 5, None),
+        (1, [4, 0], 1, "total_sequence_length"),  # would be a first prompt, and write slot 0
+        (9, [8], 9, "total_sequence_length"),
+    ],
+)
+def test_what_is_legal_of_group_query_attention(
+    count: int, seqlens: list[int], total: int, wrong: str | None
+) -> None:
+    new, past = torch.zeros(len(seqlens), count, 16), torch.zeros(len(seqlens), 1, 8, 16)
+    call = {
+        "query": new, "key": new, "value": new, "past_key": past, "past_value": past,
+        "seqlens_k": torch.tensor(seqlens, dtype=torch.int32),
+        "total_sequence_length": torch.tensor(total, dtype=torch.int32), "num_heads": 1, "kv_num_heads": 1,
+    }  # fmt: skip
+    found = problems(OPERATORS["microsoft.group_query_attention"], call)
+    assert bool(found) == (wrong is not None)

@@ -52,7 +52,39 @@ def top_left(call: Call) -> Call:
         return {}
     width = call["K"].shape[2] + (call["past_key"].shape[2] if "past_key" in call else 0)
     mask = torch.full((call["Q"].shape[2], width), float("-inf")).triu(1).to(call["Q"].dtype)
-    return {"is_causal": 0, "attn_mask": mask + call["attn_mask"] if "attn_mask" in call else mask}
+    if "attn_mask" in call:
+        given = call["attn_mask"]
+        if given.dtype == torch.bool:
+            given = torch.where(given, 0.0, float("-inf"))
+        mask = mask + torch.nn.functional.pad(given, (0, width - given.shape[-1]), value=float("-inf"))
+    return {"is_causal": 0, "attn_mask": mask.to(call["Q"].dtype)}
+
+
+def added_booleans(call: Call) -> Call:
+    mask = call.get("attn_mask")
+    return {} if mask is None or mask.dtype != torch.bool else {"attn_mask": mask.to(call["Q"].dtype)}
+
+
+def booleans_of_integers(call: Call) -> Call:
+    mask = call.get("attn_mask")
+    is_integer = mask is not None and mask.dtype in (torch.uint8, torch.int32, torch.int64)
+    return {"attn_mask": mask != 0} if is_integer else {}
+
+
+def of_the_last_keys(call: Call) -> Call:
+    if "attn_mask" not in call:
+        return {}
+    mask = call["attn_mask"]
+    missing = call["K"].shape[2] + (call["past_key"].shape[2] if "past_key" in call else 0) - mask.shape[-1]
+    hidden = torch.full((*mask.shape[:-1], missing), False if mask.dtype == torch.bool else float("-inf"))
+    return {"attn_mask": torch.cat((hidden.to(mask.dtype), mask), dim=-1)} if missing else {}
+
+
+def of_padding(call: Call) -> Call:
+    """A first prompt whose rows are all as long as the longest could be."""
+    count = call["query"].shape[1]
+    is_first = int(call["total_sequence_length"]) == count
+    return {"seqlens_k": torch.full_like(call["seqlens_k"], count - 1)} if is_first else {}
 
 
 def clamped(call: Call) -> Call:
@@ -113,7 +145,9 @@ def zeros(sign: float, *names: str) -> Callable[[Call], Call]:
                       if c[n].is_floating_point()}  # fmt: skip
 
 
-def coded(codes: Callable[[torch.Tensor], torch.Tensor], lowest: int = 0) -> Callable[[Call], Call]:
+def coded(
+    codes: Callable[[torch.Tensor], torch.Tensor], lowest: int = 0, divided: bool = False
+) -> Callable[[Call], Call]:
     """GroupQueryAttention of numbers that are codes already, of which ``codes`` made integers."""
 
     def change(call: Call) -> Call:
@@ -122,7 +156,8 @@ def coded(codes: Callable[[torch.Tensor], torch.Tensor], lowest: int = 0) -> Cal
             scale, x = call[f"{side[0]}_scale"], call[side].unflatten(2, (call["kv_num_heads"], -1))
             scale = scale.view(1, 1, *scale.shape[1::2]) if scale.ndim > 1 else scale
             low, high = -(2 ** (bits - 1)) + lowest, 2 ** (bits - 1) - 1
-            found[side] = (codes(x / scale).clamp(low, high) * scale).flatten(2)
+            exact = (x / scale if divided else x * (1 / scale)).double()
+            found[side] = (codes(exact).clamp(low, high).float() * scale).flatten(2)
         return found
 
     return change

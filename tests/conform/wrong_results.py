@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvloom.conform.describe import Call, Results
 
 
@@ -18,6 +20,14 @@ def newest_first(before: Call, results: Results, call: Call) -> Results:
     past, new = before["past_key"].shape[2], before["K"].shape[2]
     order = [*range(past, past + new), *range(past)]
     return {**results, **{n: results[n][:, :, order] for n in ("present_key", "present_value")}}
+
+
+def without_padding(before: Call, results: Results, call: Call) -> Results:
+    """What a row of a prompt has behind its tokens is what it had."""
+    for side in ("key", "value"):
+        for b, last in enumerate(before["seqlens_k"].tolist()):
+            results[f"present_{side}"][b, :, last + 1 :] = before[f"past_{side}"][b, :, last + 1 :]
+    return results
 
 
 def transposed(before: Call, results: Results, call: Call) -> Results:
@@ -81,7 +91,8 @@ def unsigned(before: Call, results: Results, call: Call) -> Results:
     scale = before["v_scale"].expand(1, kv_heads, 1, out.shape[3]) if before["v_scale"].ndim > 1 else (
         before["v_scale"].view(1, 1, 1, 1).expand(1, kv_heads, 1, out.shape[3]))  # fmt: skip
     more = 8 * scale[0, :, 0].repeat_interleave(heads // kv_heads, dim=0)
-    return {**results, "output": (out + more).flatten(2)}
+    sees_keys = (out != 0).any(dim=-1, keepdim=True)  # a window of padding may have none
+    return {**results, "output": torch.where(sees_keys, out + more, out).flatten(2)}
 
 
 def put_back_state(before: Call, results: Results, call: Call) -> Results:

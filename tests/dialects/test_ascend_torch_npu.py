@@ -51,6 +51,12 @@ SIGNATURES = {
         *((name, KEYWORD, None) for name in ("compress_lens", "compress_seq_offsets", "seq_lens")),
         ("key_cache", KEYWORD, REQUIRED),
     ],
+    "_npu_reshape_and_cache": [
+        (name, POSITIONAL, REQUIRED) for name in ("key", "value", "key_cache", "value_cache", "slot_indices")
+    ],
+    "_npu_reshape_and_cache_siso": [
+        (name, POSITIONAL, REQUIRED) for name in ("key", "key_cache", "slot_indices")
+    ],
     "npu_gather_pa_kv_cache": GATHER,
     "npu_gather_pa_kv_cache_functional": GATHER,
 }
@@ -168,6 +174,63 @@ def test_padded_keys_alone_are_compressed(rule: str) -> None:
     settle(returned, expected["key_cache"], averaged)
     bits.assert_same_bits(returned, expected["key_cache"], "returned")
     bits.assert_same_bits(call["key_cache"], expected["key_cache"], "key_cache")
+
+
+def of_atb(call: Call, *names: str) -> Call:
+    """The same call with ATB's name of the slots, and of its arguments those of ``names``."""
+    return {"slot_indices": call["slot_mapping"], **{name: call[name] for name in names}}
+
+
+@pytest.mark.parametrize("form", ["Norm", "fractal"])
+@EVERY_DTYPE
+def test_reshape_and_cache_tells_the_format_by_the_shapes(form: str, dtype: torch.dtype) -> None:
+    call = CALLS[form](dtype)
+    (expected, _), actual = updated(call), fork(call)
+    assert torch_npu._npu_reshape_and_cache(**of_atb(actual, "key", "value", *CACHES)) is None
+    assert_same_memory(actual, expected)
+    alone = fork(call)
+    assert torch_npu._npu_reshape_and_cache_siso(**of_atb(alone, "key", "key_cache")) is None
+    bits.assert_same_bits(alone["key_cache"], expected["key_cache"], "key_cache")
+    bits.assert_same_bits(alone["value_cache"], call["value_cache"], "value_cache")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slot_indices": torch.tensor([0, 1 << 20])}, "slot_indices must be"),
+        ({"slot_indices": torch.tensor([0])}, r"slot_indices must be \[T\] with T=2"),
+        ({"slot_indices": torch.tensor([0.0, 1.0])}, "slot_indices must be torch.int64 or torch.int32"),
+        ({"key": torch.zeros(1, 2, 2, 4)}, r"key must be \[T, H, D\]"),
+        ({"key_cache": None}, "key_cache must be a tensor"),
+        ({"value_cache": torch.zeros(3, 4, 2, 5)}, "value_cache must hold 2 heads of 4 elements"),
+    ],
+)
+def test_reshape_and_cache_names_what_does_not_fit(change: Call, message: str) -> None:
+    call = {"key": torch.ones(2, 2, 4), "value": torch.ones(2, 2, 4), "slot_indices": torch.tensor([3, -1])}
+    call |= {name: torch.zeros(3, 4, 2, 4) for name in CACHES}
+    with pytest.raises(KVError, match=message):
+        torch_npu._npu_reshape_and_cache(**(call | change))
+    assert not any(call[name].any() for name in CACHES)
+    if "value_cache" not in change:
+        alone = {name: x for name, x in (call | change).items() if "value" not in name}
+        with pytest.raises(KVError, match=message):
+            torch_npu._npu_reshape_and_cache_siso(**alone)
+
+
+def test_latents_and_rope_keys_are_stored_as_vllm_ascend_stores_them() -> None:
+    latent, rope = torch.randn(3, 1, 512), torch.randn(3, 1, 64)
+    caches = [torch.zeros(2, 8, 1, n) for n in (512, 64)]
+    slots = torch.tensor([9, 1, -1], dtype=torch.int32)
+    torch_npu._npu_reshape_and_cache(
+        key=latent, value=rope, key_cache=caches[0], value_cache=caches[1], slot_indices=slots
+    )
+    joint = torch.zeros(2, 8, 1, 576)
+    torch_npu._npu_reshape_and_cache_siso(
+        key=torch.cat((latent, rope), dim=2), key_cache=joint, slot_indices=slots
+    )
+    assert torch.equal(joint, torch.cat(caches, dim=-1))
+    assert torch.equal(joint[1, 1, 0, :512], latent[0, 0]) and torch.equal(joint[0, 1, 0, 512:], rope[1, 0])
+    assert joint.count_nonzero() == 2 * 576
 
 
 def gather_of(form: str, dtype: torch.dtype, **options: object) -> Call:

@@ -9,6 +9,7 @@ import pytest
 from layouts.test_lmcache import FORMATS, LATENTS, B, D, H, L, S, made
 
 from kvloom.errors import ArgumentError
+from kvloom.layouts import LAYOUTS
 from kvloom.layouts.lmcache import LMCacheFormat, from_lmcache, to_lmcache
 
 pytestmark = [
@@ -30,6 +31,14 @@ DETECTED = {
     "NL_X_TWO_X_NB_BS_NH_HS": {},
 }
 """Formats that it finds by the shapes of vLLM's caches, and the hints that it needs."""
+OF_ENGINES = {
+    "vllm": "NL_X_TWO_NB_BS_NH_HS",
+    "vllm_gpu": "NL_X_NB_BS_NH_CS",
+    "vllm_gpu_hnd": "NL_X_NB_NH_BS_CS",
+    "flashinfer": "NL_X_NB_TWO_BS_NH_HS",
+    "flashinfer_hnd": "NL_X_NB_TWO_NH_BS_HS",
+}
+"""Named layouts of engines that register with it, and its names of them."""
 
 
 def formats() -> Any:
@@ -63,6 +72,19 @@ def test_its_geometry_is_that_of_the_cache(name: str) -> None:
     assert all(spec.data_ptrs([*range(L)]))
     parts = [*LMCacheFormat.of(name).lists, *LMCacheFormat.of(name).dims]
     assert len(describe_shape(fmt).replace("x", ",").split(",")) == len(parts)
+
+
+def test_tokens_of_its_chunks_are_where_the_layout_says() -> None:
+    from lmcache.v1.memory_management import MemoryFormat
+
+    assert MemoryFormat.KV_2LTD.token_dim() == LAYOUTS["lmcache"].key.split().index("T")
+
+
+@pytest.mark.parametrize("layout", OF_ENGINES)
+def test_its_formats_of_engines_are_the_named_layouts(layout: str) -> None:
+    assert OF_ENGINES[layout] in formats()
+    axes = LMCacheFormat.of(OF_ENGINES[layout]).layout.axes
+    assert axes.replace("(2 D)", "2 D") == LAYOUTS[layout].key and not LAYOUTS[layout].value
 
 
 @pytest.mark.parametrize("name", list(DETECTED))

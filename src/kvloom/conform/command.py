@@ -90,7 +90,8 @@ def _describe(args: argparse.Namespace) -> None:
         sys.stdout.write(f"  {argument.name:28}{argument_text(argument)}\n")
     for name in (*operator.outputs, *operator.updated):
         shape = f"[{operator.axes[name]}]" if name in operator.axes else "updated"
-        sys.stdout.write(f"  -> {name:25}{shape}, compared {COMPARED[operator.how(name)]}\n")
+        asked = f", if {operator.asked_by[name]} is given" if name in operator.asked_by else ""
+        sys.stdout.write(f"  -> {name:25}{shape}{asked}, compared {COMPARED[operator.how(name)]}\n")
     for rule in operator.rules:
         sys.stdout.write(f"  {rule.argument}: {rule.holds}\n")
 

@@ -38,9 +38,9 @@ class Argument:
 
     Attributes:
         name: As in the document.
-        shape: Axes, such as ``"B S H D"``: each a symbol, ``B+1``, a number, or ``_`` for any. Alternatives
-            are separated by ``|``. ``None`` if it is no tensor. A mapping has the shape for each value of the
-            attribute ``shape_of``.
+        shape: Axes, such as ``"B S H D"``: each a symbol, ``B+1``, a number, ``S?`` for S or 1, or ``_`` for
+            any. Alternatives are separated by ``|``. ``None`` if it is no tensor. A mapping has the shape for
+            each value of the attribute ``shape_of``.
         dtypes: Legal dtypes; ``=name`` is the dtype of another argument.
         is_updated: Whether the operator writes it in place.
         is_optional: Whether it may be ``None`` or missing.
@@ -110,11 +110,22 @@ class Operator:
     opset: int = 24
     compared: Mapping[str, str] = field(default_factory=dict)
     """Comparison of an updated argument; ``bits`` by default."""
+    asked_by: Mapping[str, str] = field(default_factory=dict)
+    """Argument of which a call that wants an optional output must give a value."""
 
     @property
     def node_type(self) -> str:
-        """Type of its ONNX node: the name in camel case."""
-        return "".join(word.title() for word in self.name.rpartition(".")[2].split("_"))
+        """Type of its ONNX node: the name in camel case, without the number of an opset."""
+        words = self.name.rpartition(".")[2].split("_")
+        return "".join(word.title() for word in words if not word.isdigit())
+
+    def wanted(self, call: Call) -> tuple[str, ...]:
+        """Outputs that ``call`` asks for, in order."""
+        return tuple(
+            name
+            for name in self.outputs
+            if name not in self.asked_by or call.get(self.asked_by[name]) is not None
+        )
 
     @property
     def updated(self) -> tuple[str, ...]:
@@ -216,9 +227,9 @@ def _tensor_problems(argument: Argument, x: object, call: Call, symbols: dict[st
     if not fitting:
         return [f"must be [{shape}], got {list(x.shape)}"]
     for letter, extent in zip(fitting[0], x.shape, strict=True):
-        if letter == "_":
+        if letter == "_" or (letter.endswith("?") and extent == 1):
             continue
-        name, _, more = letter.partition("+")
+        name, _, more = letter.removesuffix("?").partition("+")
         plus = int(more or 0)
         wanted = int(name) if name.isdigit() else symbols.setdefault(name, extent - plus) + plus
         if wanted != extent:

@@ -24,6 +24,7 @@ _TYPES: Final = {
     torch.int16: TensorProto.INT16,
     torch.int32: TensorProto.INT32,
     torch.int64: TensorProto.INT64,
+    torch.bool: TensorProto.BOOL,
 }
 _UPDATED: Final = "_updated"
 """Suffix of the name of an updated argument, since no output may have the name of an input."""
@@ -67,14 +68,16 @@ def model_of(operator: Operator, vector: Vector, call: Call) -> Any:
     while names and not names[-1]:
         names.pop()
     first = next(iter(feeds.values()))
-    results = [n for n in (vector.expected or {}) if "@" not in n] if vector.expected else [*operator.outputs]
     updated = [name for name in operator.updated if name in feeds]
-    outputs = [name for name in operator.outputs if name in results or not vector.expected]
+    outputs = [*operator.wanted(vector.call)]
     types = {name: (vector.expected or {})[name].dtype for name in outputs if name in (vector.expected or {})}
     types |= {f"{name}{_UPDATED}": feeds[name].dtype for name in updated}
     outputs += [f"{name}{_UPDATED}" for name in updated]
+    last = max((i for i, name in enumerate(operator.outputs) if name in outputs), default=-1)
+    places = [name if name in outputs else "" for name in [*operator.outputs][: last + 1]]
+    places += [name for name in outputs if name not in places]
     kind = operator.node_type
-    node = helper.make_node(kind, names, outputs, domain=operator.domain, **attributes_of(operator, call))
+    node = helper.make_node(kind, names, places, domain=operator.domain, **attributes_of(operator, call))
     graph = helper.make_graph(
         [node],
         "vector",

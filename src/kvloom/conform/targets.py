@@ -109,7 +109,7 @@ def python_target(function: Callable[..., Any]) -> Target:
             found |= out
         elif out is not None:
             values = out if isinstance(out, tuple | list) else (out,)
-            found |= dict(zip(operator.outputs, values, strict=False))
+            found |= dict(zip(operator.wanted(vector.call), values, strict=False))
         return {name: x for name, x in named(found).items() if isinstance(x, Tensor)}
 
     return run
@@ -120,7 +120,7 @@ def _outputs_like(vector: Vector, operator: Operator) -> Results:
     first = next(x for x in named(vector.call).values() if isinstance(x, Tensor))
     found = {}
     if vector.expected is None:
-        for name in operator.outputs:
+        for name in operator.wanted(vector.call):
             shape = [min(max(n, 1), _LARGEST) for n in result_shape(operator, name, vector.call) or [1]]
             found[name] = torch.zeros(shape, dtype=first.dtype)
     for name, x in (vector.expected or {}).items():

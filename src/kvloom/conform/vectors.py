@@ -16,7 +16,7 @@ from kvloom.conform.operators import OPERATORS
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the set; it changes when any vector does."""
 SEED: Final = 1
 REFUSALS: Final = 20

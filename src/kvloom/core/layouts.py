@@ -268,8 +268,6 @@ OPERATOR_LAYOUTS: Final = {
 """Layouts by the integers of each operator document: ``OPERATOR_LAYOUTS[operator][cache_layout]``."""
 
 HUGGING_FACE: Final = CacheLayout("B H S D")
-VLLM_NHD: Final = CacheLayout("2 B S H D")
-VLLM_HND: Final = CacheLayout("2 B H S D")
 FLASHINFER_NHD: Final = CacheLayout("B 2 S H D")
 FLASHINFER_HND: Final = CacheLayout("B 2 H S D")
 # Codes in the order of integer dot products, in contiguous blocks of 16 tokens: for keys four adjacent bytes

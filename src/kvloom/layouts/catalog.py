@@ -20,6 +20,7 @@ class NamedLayout:
         owner: Project that defined it.
         document: Address of the owner's description.
         piece_bytes: Bytes of a contiguous chunk of a head vector, for ``x``.
+        itemsizes: Bytes of an element for which the owner has this layout; any if empty.
     """
 
     name: str
@@ -28,6 +29,7 @@ class NamedLayout:
     owner: str = ""
     document: str = ""
     piece_bytes: int = 0
+    itemsizes: tuple[int, ...] = ()
 
     @property
     def is_joint(self) -> bool:
@@ -45,7 +47,15 @@ class NamedLayout:
         Args:
             side: Side of the tensor.
             itemsize: Bytes of an element.
+
+        Raises:
+            ArgumentError: the owner lays elements of that size out otherwise.
         """
+        if self.itemsizes and itemsize not in self.itemsizes:
+            sizes = " or ".join(map(str, self.itemsizes))
+            raise ArgumentError(
+                f"{side} in layout {self.name!r} must have {sizes} bytes an element, got {itemsize}"
+            )
         axes = self.value if side == "value" and self.value else self.key
         return _with_pieces(axes, self.piece_bytes // itemsize)
 
@@ -75,7 +85,17 @@ LAYOUTS: Final = {
         NamedLayout(
             "vllm", "2 B S H D", "", "vLLM", "reshape_and_cache_flash, keys and values in one tensor"
         ),
-        NamedLayout("vllm_hnd", "2 B H S D", "", "vLLM", "pages of the CPU attention backend"),
+        NamedLayout("vllm_gpu", "B S H 2 D", "", "vLLM 0.32", "pages on GPUs, KVCacheLayout LBNHC (NHD)"),
+        NamedLayout("vllm_gpu_hnd", "B H S 2 D", "", "vLLM 0.32", "pages on GPUs, KVCacheLayout LBHNC (HND)"),
+        NamedLayout("vllm_cpu", "B H D S", "B H S D", "vLLM 0.32", "pages on CPUs, kernels vec and vec16"),
+        NamedLayout(
+            "vllm_cpu_amx",
+            "B H S/16 D/2 S%16 D%2",
+            "B H D/16 S/2 D%16 S%2",
+            "vLLM 0.32",
+            "pages on CPUs, kernel amx",
+            itemsizes=(1, 2),
+        ),
         NamedLayout(
             "vllm_paged",
             "B H D/x S D%x",
@@ -107,6 +127,13 @@ LAYOUTS: Final = {
     )
 }
 """Layouts by name."""
+RETIRED: Final = {
+    "vllm_hnd": (
+        "was '2 B H S D', which vLLM's pages on CPUs are not: 'vllm_cpu' and 'vllm_cpu_amx' are those of "
+        "vLLM 0.32, by the kernel, and 'vllm_gpu_hnd' is its HND on GPUs; '2 B H S D' means what it did"
+    ),
+}
+"""Names that are refused, and what to say instead."""
 
 
 def find_layout(name: str, layout: NamedLayout | CacheLayout | str) -> NamedLayout:
@@ -118,12 +145,14 @@ def find_layout(name: str, layout: NamedLayout | CacheLayout | str) -> NamedLayo
             ``"B H D/8 S D%8 | B H D S"``.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: it is neither, or a name that had axes that its owner does not have.
         ConfigError: the axes are no layout.
     """
     if isinstance(layout, NamedLayout):
         return layout
     text = layout.axes if isinstance(layout, CacheLayout) else layout
+    if isinstance(text, str) and text in RETIRED:
+        raise ArgumentError(f"{name} must be a layout that some engine has: {text!r} {RETIRED[text]}")
     if not isinstance(text, str) or (" " not in text.strip() and text not in LAYOUTS):
         raise ArgumentError(
             f"{name} must be axes such as '2 B S H D' or one of {', '.join(LAYOUTS)}, got {text!r}"

@@ -193,6 +193,14 @@ def test_a_quantized_cache_of_constants_is_read_only() -> None:
             "k_scale must have one",
         ),
         ((torch.zeros(B, M, D),) * 2, "key_cache must be"),
+        *(
+            (
+                (torch.zeros(B, KV_HEADS, M, D, dtype=dtype),) * 2 + scales,
+                rf"key_cache must be .*torch.int8 or torch.uint8, got {dtype}",
+            )
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float64)
+            for scales in ((), (torch.ones(1),) * 2)
+        ),
     ],
 )
 def test_bad_caches_are_named(arguments: tuple[Tensor, ...], message: str) -> None:
@@ -206,6 +214,8 @@ def test_bad_caches_are_named(arguments: tuple[Tensor, ...], message: str) -> No
         ([0, 0, 9], {}, "write_indices must leave room"),
         ([0, 0], {}, "write_indices must be"),
         ([0, 0, 0], {"mode": "spiral"}, "mode must be"),
+        ([0, -1, 0], {}, "write_indices must leave room"),
+        ([0, -1, 0], {"mode": "circular"}, r"write_indices must not be negative, got \[0, -1, 0\]"),
     ],
 )
 def test_bad_places_are_named(at: list[int], options: dict[str, Any], message: str) -> None:
@@ -225,8 +235,12 @@ def test_positions_far_away_do_not_come_back(far: int) -> None:
     at = torch.tensor([0, far, 1])
     with pytest.raises(ArgumentError, match="write_indices must leave room for 3"):
         kvonnx.write_slots(kv, at, 3)
-    wanted = [b * M + (i + j) % M for b, i in enumerate(at.tolist()) for j in range(3)]
-    assert kvonnx.write_slots(kv, at, 3, mode="circular").tolist() == wanted
+    if far < 0:
+        with pytest.raises(ArgumentError, match="write_indices must not be negative"):
+            kvonnx.write_slots(kv, at, 3, mode="circular")
+    else:
+        wanted = [b * M + (i + j) % M for b, i in enumerate(at.tolist()) for j in range(3)]
+        assert kvonnx.write_slots(kv, at, 3, mode="circular").tolist() == wanted
     with pytest.raises(ArgumentError, match=r"lengths must be in \[0, "):
         kvonnx.row_batch(kv, 1, torch.tensor([1, far, 1]))
 

@@ -12,6 +12,8 @@ from kvloom.conform.mistakes.codes import half_away
 from kvloom.conform.mistakes.making import Change, Mistake, by_call, by_numbers, set_to, without
 from kvloom.conform.oracles import attending
 
+_INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def _flip_causal(call: Call) -> Call | None:
     return {**call, "is_causal": 1 - int(call["is_causal"])} if "is_causal" in call else None
@@ -50,16 +52,39 @@ def _unscaled(call: Call) -> Call | None:
     return {**call, "query": call["query"] * call["head_dim"] ** 0.5} if "head_dim" in call else None
 
 
+def _num_keys(call: Call) -> int:
+    return int(call["K"].shape[2] + (call["past_key"].shape[2] if "past_key" in call else 0))
+
+
+def _mask_as(change: Callable[[Tensor], Tensor | None]) -> Change:
+    """Mistake of reading ``attn_mask`` of ONNX's ``Attention``."""
+
+    def changed(call: Call) -> Call | None:
+        mask = change(call["attn_mask"]) if "Q" in call and "attn_mask" in call else None
+        return None if mask is None else {**call, "attn_mask": mask}
+
+    return changed
+
+
+def _at_the_end(call: Call) -> Call | None:
+    """A mask that is narrower than the keys is read as that of the last ones."""
+    if "Q" not in call or "attn_mask" not in call:
+        return None
+    mask: Tensor = call["attn_mask"]
+    missing = _num_keys(call) - mask.shape[-1]
+    if not missing:
+        return None
+    hidden = False if mask.dtype == torch.bool else -math.inf
+    return {**call, "attn_mask": torch.nn.functional.pad(mask, (missing, 0), value=hidden)}
+
+
 def _top_left(operator: Operator, call: Call, results: Results) -> Results | None:
     """Causal alignment at the first key: query i sees keys 0 to i."""
     if "Q" in call and call.get("is_causal"):
-        query, width = (
-            call["Q"],
-            (call["K"].shape[2] + (call["past_key"].shape[2] if "past_key" in call else 0)),
-        )
-        mask = torch.full((query.shape[2], width), float("-inf")).triu(1)
-        given = call.get("attn_mask")
-        return operator.oracle({**call, "is_causal": 0, "attn_mask": mask if given is None else mask + given})
+        given, shape = call.get("attn_mask"), (*call["Q"].shape[:3], _num_keys(call))
+        mask = torch.full(shape, -math.inf).triu(1)
+        mask = mask if given is None else mask + attending.added(given, shape)
+        return operator.oracle({**call, "is_causal": 0, "attn_mask": mask})
     return None
 
 
@@ -88,11 +113,34 @@ def _lengths_off(operator: Operator, call: Call, results: Results) -> Results | 
     return operator.oracle({**call, "seqlens_k": lengths})
 
 
-def _to_int8(lowest: int, rounding: Callable[[float], int] = round) -> Callable[[float, float, int], int]:
+def _is_padded(call: Call) -> bool:
+    """Whether it is the first prompt of rows that differ in length."""
+    if "seqlens_k" not in call or int(call["total_sequence_length"]) != call["query"].shape[1]:
+        return False
+    return bool((call["seqlens_k"] + 1 < call["query"].shape[1]).any())
+
+
+def _padding_of_prompt_seen(call: Call) -> Call | None:
+    whole = call["query"].shape[1] - 1 if _is_padded(call) else 0
+    return {**call, "seqlens_k": torch.full_like(call["seqlens_k"], whole)} if whole else None
+
+
+def _padding_left_out(operator: Operator, call: Call, results: Results) -> Results | None:
+    if not _is_padded(call):
+        return None
+    for side in ("key", "value"):
+        for b, last in enumerate(call["seqlens_k"].tolist()):
+            results[f"present_{side}"][b, :, last + 1 :] = call[f"past_{side}"][b, :, last + 1 :]
+    return results
+
+
+def _to_int8(
+    lowest: int, rounding: Callable[[float], int] = round, divided: bool = False
+) -> Callable[[float, float, int], int]:
     def quantized(x: float, scale: float, bits: int) -> int:
         low, high = -(2 ** (bits - 1)) + lowest, 2 ** (bits - 1) - 1
-        quotient = float(torch.tensor(x, dtype=torch.float32) / torch.tensor(scale, dtype=torch.float32))
-        code: int = max(low, min(high, rounding(quotient)))
+        number, step = torch.tensor([x, scale], dtype=torch.float32)
+        code: int = max(low, min(high, rounding(float(number / step if divided else number * (1 / step)))))
         return code
 
     return quantized
@@ -134,7 +182,12 @@ MISTAKES: Final = (
     by_call("decoding_batches ignored", "decoding entries get a causal mask", set_to("decoding_batches", 0)),
     by_call("scores not scaled", "scores lack the factor 1 / sqrt(D)", _unscaled),
     by_call("mask ignored", "attn_mask is not added", without("attn_mask")),
-    by_call("ALiBi ignored", "is_alibi has no effect", 
+    by_call("boolean mask added", "a boolean mask says which keys are seen, it is added as 0 and 1",
+            _mask_as(lambda mask: mask.float() if mask.dtype == torch.bool else None)),
+    by_call("integer mask as boolean", "integers of a mask are added, they are taken for true and false",
+            _mask_as(lambda mask: mask.bool() if mask.dtype in _INTEGERS else None)),
+    by_call("mask of the last keys", "keys beyond the mask are hidden, those before it are", _at_the_end),
+    by_call("ALiBi ignored", "is_alibi has no effect",
             lambda c: {**c, "is_alibi": 0} if c.get("is_alibi") else None),
     by_call("scale ignored", "the attribute scale has no effect", without("scale")),
     by_call("softcap ignored", "softcap has no effect",
@@ -143,6 +196,11 @@ MISTAKES: Final = (
     by_call("length off by one", "the last token of each row is left out", _seen_more(-1)),
     by_call("one token of padding read", "one token after the length is attended to", _seen_more(1)),
     Mistake("length off by one", "seqlens_k is the length less one", _lengths_off),
+    by_call("padding of a prompt read", "queries of padding attend to padding, they see tokens alone",
+            _padding_of_prompt_seen),
+    Mistake("padding left out", "padding of a first prompt is stored behind its tokens", _padding_left_out),
+    by_numbers("divided by the scale", "codes are x / scale, they are x * (1 / scale)", attending,
+               quantized=_to_int8(0, divided=True)),
     by_numbers("round half away from zero", "ties are rounded away from zero, they go to the even code",
                attending,
                quantized=_to_int8(0, half_away)),

@@ -79,12 +79,17 @@ def _layout_of_pages(operator: Operator, call: Call, results: Results) -> Result
     return {"paged_kv_cache": found["paged_kv_cache"].reshape(pages.shape)}
 
 
+_WINDOWS: Final = ("local_window_size", "left_window_size", "right_window_size")
+
+
 def _window(by: int) -> Change:
     def change(call: Call) -> Call | None:
         if call.get("kind") == "sliding":
             return {**call, "max_length": call["max_length"] + by}
-        size = call.get("local_window_size", -1)
-        return {**call, "local_window_size": size + by} if size > 0 else None
+        for name in _WINDOWS[:2]:
+            if call.get(name, -1) > 0:
+                return {**call, name: call[name] + by}
+        return None
 
     return change
 
@@ -92,7 +97,8 @@ def _window(by: int) -> Change:
 def _window_ignored(call: Call) -> Call | None:
     if call.get("kind") == "sliding":
         return {**call, "kind": "dynamic"}
-    return {**call, "local_window_size": -1} if call.get("local_window_size", -1) > 0 else None
+    windows = {name: -1 for name in _WINDOWS if call.get(name, -1) >= 0}
+    return {**call, **windows} if windows else None
 
 
 def _filled_only(call: Call) -> Call | None:

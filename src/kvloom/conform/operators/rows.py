@@ -1,11 +1,14 @@
 """Operators whose caches are rows of a batch: ONNX, ONNX Runtime, transformers."""
 
+from functools import partial
 from typing import Final
 
 from kvloom.conform import judging
-from kvloom.conform.describe import Argument, Operator, Rule
+from kvloom.conform.describe import Argument, Call, Operator, Rule
+from kvloom.conform.draw import Draw, ints
+from kvloom.conform.drawing import attending as drawing_of_attention
 from kvloom.conform.drawing import rows as drawing
-from kvloom.conform.operators.words import COPIED, FLOAT, WIDE, put, set_to
+from kvloom.conform.operators.words import ADDED, COPIED, FLOAT, WIDE, put, set_to
 
 _TENSOR_SCATTER: Final = Operator(
     "onnx.tensor_scatter",
@@ -21,41 +24,81 @@ _TENSOR_SCATTER: Final = Operator(
     judging.tensor_scattered,
     drawing.draw_tensor_scatter,
     (
-        Rule("write_indices", "write_indices is None or mode == 'circular' or "
-             "all(0 <= i <= M - S for i in write_indices)"),
+        Rule("write_indices", "write_indices is None or "
+             "all(0 <= i and (mode == 'circular' or i <= M - S) for i in write_indices)"),
         Rule("update", "S <= M"),
     ),
     (put("write_indices", 77), put("write_indices", -9)),
     count=120,
     domain="",
 )  # fmt: skip
-_ONNX_ATTENTION: Final = Operator(
-    "onnx.attention",
-    "ONNX: Attention-24, corrected in 1.23",
-    (
-        Argument("Q", "B Hq S D", FLOAT),
-        Argument("K", "B H N D", "=Q"),
-        Argument("V", "B H N Dv", "=Q"),
-        Argument("attn_mask", "S W | _ S W | _ _ S W", "=Q", is_optional=True),
-        Argument("past_key", "B H P D", "=Q", is_optional=True),
-        Argument("past_value", "B H P Dv", "=Q", is_optional=True),
-        Argument("nonpad_kv_seqlen", "B", "int64", is_optional=True),
-        Argument("is_causal", default=0, only=(0, 1)),
-        Argument("scale", is_optional=True),
-        Argument("softcap", default=0.0, low=0.0),
-    ),
-    {"Y": "close B Hq S Dv", "present_key": "bits B H P+N D", "present_value": "bits B H P+N Dv"},
-    judging.onnx_attended,
-    drawing.draw_attention,
-    (
-        Rule("past_key", "(past_key is None) == (past_value is None)"),
-        Rule("K", "Hq % H == 0"),
-        Rule("nonpad_kv_seqlen", "nonpad_kv_seqlen is None or max(nonpad_kv_seqlen) <= N"),
-    ),
-    (put("nonpad_kv_seqlen", 99), set_to("past_value", None)),
-    count=100,
-    domain="",
-)
+
+
+def _with_lengths(call: Call, draw: Draw) -> Call:
+    """Lengths of rows, which must not be given where there are past keys."""
+    return {"nonpad_kv_seqlen": ints([0] * len(call["Q"]))}
+
+
+def _attention(opset: int) -> Operator:
+    """``Attention`` as its document of ``opset`` has it, with inputs of four axes."""
+    has_lengths, has_windows = opset >= 24, opset >= 25
+    total = "(0 if past_key is None else P) + N"
+    lengths = (
+        Rule("nonpad_kv_seqlen", "nonpad_kv_seqlen is None or past_key is None"),
+        Rule("nonpad_kv_seqlen", "nonpad_kv_seqlen is None or all(0 <= n <= N for n in nonpad_kv_seqlen)"),
+        Rule("attn_mask", "attn_mask is None or nonpad_kv_seqlen is None or max(nonpad_kv_seqlen) <= W"),
+    )
+    windows = (
+        Argument("left_window_size", default=-1, low=-1),
+        Argument("right_window_size", default=-1, low=-1),
+    )
+    return Operator(
+        "onnx.attention" if opset == 24 else f"onnx.attention_{opset}",
+        f"ONNX: Attention-{opset}" + (", corrected in 1.23" if opset < 25 else ""),
+        (
+            Argument("Q", "B Hq S D", FLOAT),
+            Argument("K", "B H N D", "=Q"),
+            Argument("V", "B H N Dv", "=Q"),
+            Argument("attn_mask", "W | S? W | Hq? S? W | B? Hq? S? W", f"bool {ADDED}", is_optional=True),
+            Argument("past_key", "B H P D", "=Q", is_optional=True),
+            Argument("past_value", "B H P Dv", "=Q", is_optional=True),
+            *([Argument("nonpad_kv_seqlen", "B", "int64", is_optional=True)] if has_lengths else []),
+            Argument("is_causal", default=0, only=(0, 1)),
+            Argument("scale", is_optional=True),
+            Argument("softcap", default=0.0, low=0.0),
+            Argument("qk_matmul_output_mode", only=(0, 1, 2, 3), is_optional=True),
+            *(windows if has_windows else ()),
+        ),
+        {
+            "Y": "close B Hq S Dv",
+            "present_key": "bits B H P+N D",
+            "present_value": "bits B H P+N Dv",
+            "qk_matmul_output": "close B Hq S P+N | B Hq S N",
+        },
+        judging.onnx_attended,
+        partial(drawing_of_attention.draw_attention, opset),
+        (
+            Rule("past_key", "(past_key is None) == (past_value is None)"),
+            Rule("K", "Hq % H == 0"),
+            Rule("attn_mask", f"attn_mask is None or W {'<=' if has_lengths else '=='} {total}"),
+            *(lengths if has_lengths else ()),
+        ),
+        (
+            set_to("past_value", None),
+            *((put("nonpad_kv_seqlen", 99), ("nonpad_kv_seqlen", _with_lengths)) if has_lengths else ()),
+        ),
+        count=100,
+        domain="",
+        opset=opset,
+        asked_by={
+            "present_key": "past_key",
+            "present_value": "past_value",
+            "qk_matmul_output": "qk_matmul_output_mode",
+        },
+    )
+
+
+_ONNX_ATTENTION: Final = _attention(24)
 _GROUP_QUERY: Final = Operator(
     "microsoft.group_query_attention",
     "ONNX Runtime: com.microsoft GroupQueryAttention",
@@ -80,7 +123,7 @@ _GROUP_QUERY: Final = Operator(
     ),
     {"output": "close B S Q", "present_key": "padded B H M E", "present_value": "padded B H M E"},
     judging.group_attended,
-    drawing.draw_group_query,
+    drawing_of_attention.draw_group_query,
     (
         Rule("kv_num_heads", "kv_num_heads == H and num_heads % kv_num_heads == 0"),
         Rule("query", "Q * kv_num_heads == F * num_heads"),
@@ -88,6 +131,12 @@ _GROUP_QUERY: Final = Operator(
         Rule("k_scale", "(k_scale is None) == (k_quant_type == 'NONE')"),
         Rule("v_scale", "(v_scale is None) == (v_quant_type == 'NONE')"),
         Rule("seqlens_k", "all(0 <= n < M for n in seqlens_k)"),
+        Rule(
+            "total_sequence_length",
+            "total_sequence_length <= M and "
+            "total_sequence_length == (S if S > 1 and max(seqlens_k) < S else max(seqlens_k) + 1)",
+        ),
+        Rule("seqlens_k", "S == 1 or B == 1 or total_sequence_length == S"),
     ),
     (put("seqlens_k", 99), put("seqlens_k", -3), set_to("k_scale", None), set_to("kv_num_heads", 3)),
     count=130,
@@ -121,4 +170,11 @@ _UPDATE: Final = Operator(
 )
 
 
-OPERATORS: Final = (_TENSOR_SCATTER, _ONNX_ATTENTION, _GROUP_QUERY, _UPDATE)
+OPERATORS: Final = (
+    _TENSOR_SCATTER,
+    _attention(23),
+    _ONNX_ATTENTION,
+    _attention(25),
+    _GROUP_QUERY,
+    _UPDATE,
+)

@@ -11,6 +11,8 @@ FLOAT: Final = "float32 float16"
 WIDE: Final = "float32 float16 bfloat16"
 INDEX: Final = "int32 int64"
 STORED: Final = "float32 float16 bfloat16 int8 uint8"
+ADDED: Final = "float32 float16 bfloat16 float64 uint8 int8 int16 int32 int64"
+"""Numbers of a mask, which are added to scores, integers as well."""
 COPIED: Final = "float32 float16 bfloat16 int8 uint8 int16 int32"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,34 +15,63 @@ Sees = Callable[[int, int, int], bool]
 """Whether query i of row b sees key j."""
 
 
+class Attended(NamedTuple):
+    """Output of attention, and its scores ``[B, Hq, S, M]`` after each stage, in float64.
+
+    Attributes:
+        output: ``[B, Hq, S, Dv]``; a row that sees nothing is zero.
+        raw: Products of queries and keys, scaled.
+        capped: The same after the softcap.
+        masked: With the bias; -inf where a query does not see a key.
+        weights: After the softmax; a row that sees nothing is zero.
+    """
+
+    output: Tensor
+    raw: Tensor
+    capped: Tensor
+    masked: Tensor
+    weights: Tensor
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sees: Sees, bias: Tensor | None
-) -> Tensor:
-    """Attention of ``[B, Hq, S, D]`` over ``[B, H, M, D]`` in float64; a row that sees nothing is zero."""
-    batch, heads, count, _ = q.shape
+) -> Attended:
+    """Attention of ``[B, Hq, S, D]`` over ``[B, H, M, D]`` in float64."""
+    (batch, heads, count, _), width = q.shape, k.shape[2]
     q64, k64, v64 = (x.double() for x in (q, k, v))
     out = torch.zeros(batch, heads, count, v.shape[3], dtype=torch.float64)
+    raw, capped, masked, weights = torch.zeros(4, batch, heads, count, width, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
             kv_head = h * k.shape[1] // heads
             for i in range(count):
-                seen = [j for j in range(k.shape[2]) if sees(b, i, j)]
-                scores = []
-                for j in seen:
+                for j in range(width):
                     score = math.fsum((q64[b, h, i] * k64[b, kv_head, j]).tolist()) * scale
+                    raw[b, h, i, j] = score
                     if softcap:
                         score = softcap * math.tanh(score / softcap)
+                    capped[b, h, i, j] = score
                     if bias is not None:
-                        score += float(bias.expand(batch, heads, count, -1)[b, h, i, j])
-                    scores.append(score)
+                        score += float(bias[b, h, i, j])
+                    masked[b, h, i, j] = score if sees(b, i, j) else -math.inf
+                scores = masked[b, h, i].tolist()
                 largest = max(scores, default=-math.inf)
                 if largest == -math.inf:
                     continue
-                weights = [math.exp(score - largest) for score in scores]
-                total = math.fsum(weights)
-                for j, weight in zip(seen, weights, strict=True):
-                    out[b, h, i] += weight / total * v64[b, kv_head, j]
-    return out
+                exponentials = [math.exp(score - largest) for score in scores]
+                total = math.fsum(exponentials)
+                for j, each in enumerate(exponentials):
+                    if each:
+                        weights[b, h, i, j] = each / total
+                        out[b, h, i] += each / total * v64[b, kv_head, j]
+    return Attended(out, raw, capped, masked, weights)
+
+
+def added(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """What ``attn_mask`` adds to each score; False, and keys beyond its last one, are -inf."""
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
+    missing = torch.full((*mask.shape[:-1], shape[3] - mask.shape[-1]), -math.inf, dtype=torch.float64)
+    return torch.cat((bias.double(), missing), dim=-1).expand(shape)
 
 
 def onnx_attention(
@@ -55,6 +85,9 @@ def onnx_attention(
     is_causal: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
+    qk_matmul_output_mode: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
 ) -> dict[str, Tensor]:
     """``Attention`` with four-dimensional inputs; ``present`` is past and new tokens, concatenated."""
     past = 0 if past_key is None else past_key.shape[2]
@@ -63,21 +96,31 @@ def onnx_attention(
     lengths = [key.shape[2]] * len(Q) if nonpad_kv_seqlen is None else nonpad_kv_seqlen.tolist()
 
     def sees(b: int, i: int, j: int) -> bool:
-        offset = past if nonpad_kv_seqlen is None else lengths[b] - Q.shape[2]
-        return j < lengths[b] and (not is_causal or j <= i + offset)
+        position = i + (past if nonpad_kv_seqlen is None else lengths[b] - Q.shape[2])
+        return (
+            j < lengths[b]
+            and (not is_causal or j <= position)
+            and (left_window_size < 0 or j >= position - left_window_size)
+            and (right_window_size < 0 or j <= position + right_window_size)
+        )
 
     factor = 1.0 / math.sqrt(Q.shape[3]) if scale is None else scale
-    found = {"Y": attend(Q, key, value, factor, softcap, sees, attn_mask)}
+    shape = (*Q.shape[:3], key.shape[2])
+    bias = None if attn_mask is None else added(attn_mask, shape)
+    attended = attend(Q, key, value, factor, softcap, sees, bias)
+    found = {"Y": attended.output}
     if past_key is not None:
         found |= {"present_key": key, "present_value": value}
+    if qk_matmul_output_mode is not None:
+        found["qk_matmul_output"] = attended[1 + qk_matmul_output_mode]
     return found
 
 
 def quantized(x: float, scale: float, bits: int) -> int:
-    """Code of ``x``: the quotient in float32, rounded to the nearest, ties to even."""
+    """Code of ``x``: ``x * (1 / scale)``, both rounded to float32, to the nearest, ties to even."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    quotient = float(torch.tensor(x, dtype=torch.float32) / torch.tensor(scale, dtype=torch.float32))
-    code: int = max(low, min(high, round(quotient)))
+    inverse = 1 / torch.tensor(scale, dtype=torch.float32)
+    code: int = max(low, min(high, round(float(torch.tensor(x, dtype=torch.float32) * inverse))))
     return code
 
 
@@ -101,10 +144,16 @@ def group_query_attention(
     v_quant_type: str = "NONE",
     kv_cache_bit_width: int = 0,
 ) -> dict[str, Tensor]:
-    """``GroupQueryAttention``: row b has ``seqlens_k[b] + 1`` tokens; slots after them are unchanged or 0."""
+    """``GroupQueryAttention``: row b has ``seqlens_k[b] + 1`` tokens.
+
+    A call whose total length is that of the new tokens is a first prompt, padded on the right: padding is
+    stored, too, and its queries attend to tokens alone. Slots after what is stored are unchanged or 0.
+    """
     batch, count = query.shape[:2]
     dim = query.shape[2] // num_heads
     lengths = [n + 1 for n in seqlens_k.tolist()]
+    is_first = int(total_sequence_length) == count
+    firsts = [0 if is_first else length - count for length in lengths]
     q = query.view(batch, count, num_heads, dim).transpose(1, 2)
     found: dict[str, Tensor] = {}
     read = []
@@ -115,24 +164,25 @@ def group_query_attention(
         present = past.clone()
         padding = torch.zeros(present.shape, dtype=torch.bool)
         rows = new.view(batch, count, kv_num_heads, dim)
-        for b, length in enumerate(lengths):
+        for b, first in enumerate(firsts):
             for i in range(count):
                 for h in range(kv_num_heads):
-                    at = (b, h, length - count + i)
+                    at = (b, h, first + i)
                     if scales is None:
                         words(present)[at] = words(rows)[b, i, h]
                     else:
                         present[at] = _codes(rows[b, i, h], scales, h, kv_cache_bit_width)
-            padding[b, :, length:] = True
+            padding[b, :, first + count :] = True
         found |= {name: present, f"{name}@padding": padding}
         read.append(present if scales is None else _dequantized(present, scales, kv_cache_bit_width))
 
     def sees(b: int, i: int, j: int) -> bool:
-        position = lengths[b] - count + i
-        return j <= position and (local_window_size < 0 or j > position - local_window_size)
+        position = firsts[b] + i
+        is_near = local_window_size < 0 or j > position - local_window_size
+        return j < lengths[b] and j <= position and is_near
 
     factor = scale or 1.0 / math.sqrt(dim)
-    output = attend(q, read[0], read[1], factor, softcap, sees, None)
+    output = attend(q, read[0], read[1], factor, softcap, sees, None).output
     return {"output": output.transpose(1, 2).reshape(batch, count, -1), **found}
 
 

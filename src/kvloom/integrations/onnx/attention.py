@@ -1,7 +1,7 @@
 """Attention of a ragged batch in standard operators, computed in float32.
 
 One score matrix has all new tokens by all stored ones, and tokens of other sequences are masked. ONNX's own
-``Attention`` has no ragged batch, returns NaN for a row that sees no key, and lets a masked NaN through.
+``Attention`` has no ragged batch, and lets a masked NaN through.
 """
 
 import math

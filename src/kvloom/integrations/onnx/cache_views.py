@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_range
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import HUGGING_FACE, CacheLayout
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.quant.packing import unpack
 
+_READ: Final = (*FLOAT_DTYPES, torch.int8, torch.uint8)
+"""Dtypes of caches of ``GroupQueryAttention`` that are read."""
 MERGED: Final = CacheLayout("B S (H D)")
 """The three-dimensional form of ``TensorScatter`` and ``Attention``, ``axis=1``."""
 
@@ -42,12 +44,12 @@ def write_slots(kv: KVView, write_indices: Tensor, num_new: int, *, mode: str = 
 
     Args:
         kv: The cache.
-        write_indices: ``[B]`` int64, position of the first new token of each row.
+        write_indices: ``[B]`` int64, position of the first new token of each row, not negative.
         num_new: New tokens in each row.
         mode: ``"linear"``, or ``"circular"``, in which positions wrap around.
 
     Raises:
-        ArgumentError: ``mode`` is another, or the new tokens do not fit into a row.
+        ArgumentError: ``mode`` is another, an index is negative, or the new tokens do not fit into a row.
     """
     rows, capacity = kv.num_blocks, kv.block_size
     expect("write_indices", write_indices, "B", dtype=INDEX_DTYPES, B=rows)
@@ -56,6 +58,8 @@ def write_slots(kv: KVView, write_indices: Tensor, num_new: int, *, mode: str = 
     expect_range("num_new", num_new, 0, capacity + 1)
     first, size = write_indices.long(), max(capacity, 1)
     if mode == "circular":
+        if can_read(first) and bool((first < 0).any()):
+            raise ArgumentError(f"write_indices must not be negative, got {write_indices.tolist()}")
         first = first % size  # before a sum that could wrap around
     elif bool(((first < 0) | (first > capacity - num_new)).any()):
         raise ArgumentError(
@@ -100,8 +104,8 @@ def group_query_cache(
     and may differ in scale, which kvloom's never do, so a 4-bit cache is copied with one code per byte.
 
     Args:
-        key_cache: ``[B, H, M, D]`` float, or int8, or uint8 with D / 2 last (4 bits).
-        value_cache: The same.
+        key_cache: ``[B, H, M, D]`` float32, float16 or bfloat16, or int8, or uint8 with D / 2 last (4 bits).
+        value_cache: The same. That operator's schema has float8 caches, too, which are refused.
         k_scale: ``[1, H, 1, D]`` (``PER_CHANNEL``) or one element (``PER_TENSOR``), float32.
         v_scale: The same.
 
@@ -111,7 +115,7 @@ def group_query_cache(
     """
     sides: list[tuple[Tensor, Tensor | None]] = []
     for name, cache, scale in (("key_cache", key_cache, k_scale), ("value_cache", value_cache, v_scale)):
-        sizes = expect(name, cache, "B H M D")
+        sizes = expect(name, cache, "B H M D", dtype=_READ)
         quantized = cache.dtype in (torch.int8, torch.uint8)
         if quantized != (scale is not None):
             given = "given" if quantized else "None"
