@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging.causes import Node as TextNode
 from kvloom.paging.events import Events
 from kvloom.paging.pool import PagePool, PageRef, expect_page_size
 
@@ -234,9 +235,12 @@ class PrefixTree:
         idle = [ref.id for ref in pool.evictable()]
         free = {page for page in range(pool.num_pages) if pool.is_free(page)}
         events.take([page for page in range(pool.num_pages) if page not in free])
+        known: dict[Node | None, TextNode | None] = {None: None}
         for node in self._nodes.values():  # parents come first, in the order of insertion
+            salt, parent, tokens = node.key
+            known[node] = own = events.causes.node_after(known[parent], salt, tokens)
             if node.page is not None:
-                events.seal(node.key[0], [step.key[2] for step in node.path()], [node.page.id])
+                events.seal_nodes([own], [node.page.id])
         for page, number in self._holders().items():
             for _ in range(1, number):
                 events.add("share", page)
