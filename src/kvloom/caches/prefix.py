@@ -173,6 +173,7 @@ class PrefixCache:
     def __enter__(self) -> "PrefixCache":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -253,11 +254,10 @@ class PrefixCache:
             StateError: layers differ in the tokens they have.
         """
         self._settle(sequence)
-        known = sequence.tokens[: sequence.groups[0].num_tokens]
-        self.prefixes.seal(sequence.groups, known, sequence.salt, sequence.num_shared)
-        self.prefixes.keep(sequence.groups, known, sequence.salt)
+        self.prefixes.seal(sequence.groups, sequence.tokens, sequence.salt, sequence.num_shared)
+        self.prefixes.keep(sequence.groups, sequence.tokens, sequence.salt)
         for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
-            group.release_passed(own, len(known))
+            group.release_passed(own, sequence.stored[0])
         self._grown.pop(sequence, None)
 
     def attend(

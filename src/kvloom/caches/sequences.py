@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvloom.caches.format import CacheFormat
+from kvloom.caches.page_slots import ends_of
 from kvloom.caches.pages import Pages
 from kvloom.caches.placement import Placement, num_new
 from kvloom.caches.saving import Place, load_tables, save_tables
@@ -140,10 +141,12 @@ class Sequences(Placement):
             if run is not None and self.has_own_pages:
                 if self.pages.continue_run(self._tables, run, end - start):
                     self._changed()
+        if not self._tables:
+            self._changed()
         tables = self._tables or self._new_tables(batch)
+        ends = ends_of(self._tables)
         if self.pages.append(tables, num_new(begin, start, end)):
-            self._indices.clear()
-            self._run = "unknown"
+            self._run = self._run_after(ends)
         self._tokens.clear()
         self.step = None
         self._tables[:], self.begins[:], self._first[:] = tables, begin, first

@@ -126,6 +126,10 @@ class Causes:
             found.append(node)
         return found
 
+    def node_of(self, page: int) -> Node | None:
+        """Node of a sealed page, if it was sealed since the recording began."""
+        return self._pages.get(page)
+
     def node_after(self, parent: Node | None, salt: str, tokens: bytes) -> Node:
         """Get or make the node of the page after ``parent``; ``None`` at the start of a text."""
         key = 0 if parent is None else parent.text, tokens

@@ -155,11 +155,7 @@ class Events:
         """Causes for which the pages of a text after the first ``num_found`` would be missed now."""
         return self.causes.explain(self.causes.nodes_of(salt, asked), num_found, num_pages)
 
-    def seal(self, salt: str, text: list[bytes], pages: list[int]) -> None:
-        """Record that the last pages of a text are sealed."""
-        self.seal_nodes(self.causes.nodes_of(salt, text)[len(text) - len(pages) :], pages)
-
-    def seal_nodes(self, nodes: Sequence[Node], pages: list[int]) -> None:
+    def seal(self, nodes: Sequence[Node], pages: list[int]) -> None:
         """Record that pages are sealed under these nodes of ``causes``."""
         self.note("seal", pages, nodes=[node.id for node in nodes])
         for page, node in zip(pages, nodes, strict=True):

@@ -143,7 +143,8 @@ class Catalog:
         """Ends of pages, among ``ends``, of known runs; sends no request."""
         with self._changed:
             index = self._folder(fingerprint).index
-            reached = max((x.end for x in index.find(prefixes, 0, ends[-1])), default=0)
+            start = max(ends[0] - ends.step, 0)
+            reached = max((x.end for x in index.find(prefixes, start, ends[-1])), default=0)
             digests = prefixes.digests(ends)
             return {end for end, x in zip(ends, digests, strict=True) if end <= reached or x in index}
 
