@@ -339,6 +339,8 @@ class KVStore:
         Returns:
             Whether everything is written.
         """
+        for tier in self.tiers:
+            tier.pause()
         return self._writer.close(timeout)
 
     def report(self) -> dict[str, Any]:
