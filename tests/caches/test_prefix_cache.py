@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 import random
 import zlib
+from functools import partial
 
 import pytest
 import torch
+from oracles.interrupts import interrupted
 from torch import Tensor
 
 from kvloom import QuantSpec, Scores, ops
@@ -330,3 +332,26 @@ def test_more_pages_than_their_lists_have_memory_for_are_refused_at_once(max_tok
     format = CacheFormat(page_size=4, max_tokens=max_tokens)
     with pytest.raises(OutOfMemory, match=r"max_tokens of \d+ pages must fit memory"):
         PrefixCache(format, num_layers=1, heads=2, head_dim=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_step_of_one_sequence_costs_the_same_beside_any_number_of_others(window: int | None) -> None:
+    lines = []
+    for num_others in (2, 200):
+        form = CacheFormat(page_size=PAGE, max_tokens=(num_others + 3) * PAGE)
+        cache = PrefixCache(
+            form, num_layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.float32, windows=[window] * LAYERS
+        )
+        others = [started(cache, [i] * PAGE) for i in range(num_others)]
+        own = started(cache, [-1] * (PAGE - 1))
+        cache.end(others[0])  # its page is evicted by the step
+        lines.append(interrupted(0, partial(step_and_end, cache, own)))
+        assert cache.report()["evictable"] == 3
+    assert lines[0] == lines[1]
+
+
+def step_and_end(cache: PrefixCache, sequence: PrefixSequence) -> None:
+    cache.extend(sequence, [1] * 3 * PAGE)
+    write(cache, sequence)
+    cache.attend(torch.zeros(1, HEADS, DIM), [sequence], 0)
+    cache.end(sequence)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvloom.cli import main
-from kvloom.layouts import LAYOUTS
+from kvloom.core import advice
+from kvloom.layouts import LAYOUTS, KVTensors, Placement, conversion, convert
+from kvloom.layouts.files import convert_file
 
 pytest.importorskip("safetensors")
 from safetensors import safe_open
@@ -42,6 +45,30 @@ def test_a_file_goes_to_another_layout_and_back(source: Path, capsys: pytest.Cap
         "in.safetensors",
         "there.safetensors",
     ]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="this system keeps what is mapped in memory")
+@pytest.mark.parametrize("layout", ["B 2 S H D", "2 B H S D", "B S H D", "L 2 B S H D"])
+def test_memory_of_a_source_is_given_back_as_it_is_read(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, advise = list[int](), advice.advise
+
+    def count(name: str, first: int, last: int) -> bool:
+        given.append(last - first)
+        return advise(name, first, last)
+
+    shape = [{"L": 2, "2": 2, "B": 32, "S": 16, "H": 4, "D": 64}[axis] for axis in layout.split()]
+    names = ["cache"] if "2" in layout else ["key", "value"]
+    prefixes = [""] if "L" in layout else ["layers.0.", "layers.1."]
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file({front + name: torch.randn(shape) for front in prefixes for name in names}, source)
+    monkeypatch.setattr(advice, "advise", count)
+    monkeypatch.setattr(conversion, "_PIECE", 1 << 17)
+    converted = convert_file(source, target, layout, Placement("B H S D"))
+    assert len(given) >= 8 and sum(given) > source.stat().st_size / 2
+    want = convert(KVTensors(load_file(source), layout), Placement("B H S D"))
+    assert all(torch.equal(x, want.tensors[name]) for name, x in converted.tensors.items())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from paging.world import append
 
 from kvloom.errors import StateError
 from kvloom.paging import PagePool, PageRef, PageTable, PrefixTree, check
-from kvloom.paging.prefix import Node
+from kvloom.paging.nodes import Node
 
 
 class Scene:

@@ -14,7 +14,7 @@ import pytest
 from paging.world import World
 
 from kvloom.paging import prefix
-from kvloom.paging.prefix import Node
+from kvloom.paging.nodes import Node
 
 NUM_LOOKUPS = int(os.environ.get("KVLOOM_WALK_STEPS", "30000"))
 SALTS = [f"tenant {i}" for i in range(8)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracles.interrupts import interrupted
 from paging.world import Walk, World
 
 from kvloom.errors import ArgumentError
@@ -254,3 +255,13 @@ def test_bad_arguments_are_named(name: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{name} must be at least 1, got 0"):
         tree.record(**{name: 0})
     assert tree._pool.events is None
+
+
+def test_recording_a_held_text_costs_as_much_for_each_page() -> None:
+    lines = []
+    for num_pages in (200, 400, 600):
+        pool = PagePool(num_pages)
+        tree = PrefixTree(pool, 1)
+        tree.insert(range(num_pages), pool.take(num_pages))
+        lines.append(interrupted(0, tree.record))
+    assert lines[2] < 3.1 * lines[0]

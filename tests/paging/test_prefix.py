@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paging.world import append
 
 from kvloom.errors import ArgumentError, StateError
-from kvloom.paging import PagePool, PageRef, PrefixTree
+from kvloom.paging import PagePool, PageRef, PageTable, PrefixTree, check
 
 TOKENS = [3, 1, 4, 1, 5, 9]
 
@@ -351,3 +352,26 @@ def test_sequences_are_all_that_can_be_found() -> None:
     assert set(found) == set(longest)
     for (salt, tokens), refs in found.items():
         assert tree.match(tokens, salt) == refs
+
+
+def test_other_tokens_behind_a_crop_are_sealed_and_found() -> None:
+    pool = PagePool(8)
+    tree, table = PrefixTree(pool, 2), PageTable(pool, 2)
+    for tokens, num_kept in (([1, 2, 3, 4], 0), ([1, 2, 3, 5], 3), ([1, 9, 3, 5], 1)):
+        table.truncate(num_kept)
+        append(table, len(tokens) - num_kept)
+        tree.seal(table, tokens)
+        assert tree.num_known(tokens) == 2
+        check(pool, tree, [table])
+
+
+def test_pages_that_were_sealed_under_other_tokens_or_another_salt_are_refused() -> None:
+    pool = PagePool(8)
+    tree, table = PrefixTree(pool, 2), PageTable(pool, 2)
+    append(table, 4)
+    tree.seal(table, [1, 2, 3, 4], "mine")
+    append(table, 2)
+    for tokens, salt in (([1, 2, 3, 9, 5, 6], "mine"), ([1, 2, 3, 4, 5, 6], "theirs")):
+        with pytest.raises(StateError, match="page 1 of generation 0 is sealed under other tokens"):
+            tree.seal(table, tokens, salt)
+    check(pool, tree, [table])

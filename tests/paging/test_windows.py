@@ -63,10 +63,11 @@ class Scene:
 
     def commit(self, i: int) -> None:
         salt, tokens, table, first = self.tables[i]
-        refs = self.tree.insert(tokens, table.pages, salt, first)
+        self.tree.seal(table, tokens, salt, first)
+        refs = [*table.pages]
+        assert self.tree.insert(tokens, refs, salt, first) == refs
         for page, ref in enumerate(refs[: len(tokens) // self.size - first], first):
             self.contents[ref] = salt, tuple(tokens[: (page + 1) * self.size])
-        table.replace(refs)
 
     def drop(self, i: int, num_pages: int) -> None:
         salt, tokens, table, first = self.tables[i]

@@ -121,8 +121,9 @@ class World:
 
     def commit(self, request: Request) -> list[PageRef]:
         """Let others find the full pages."""
-        refs = self.tree.insert(request.tokens, request.table.pages, request.salt)
-        request.table.replace(refs)
+        self.tree.seal(request.table, request.tokens, request.salt)
+        refs = [*request.table.pages]
+        assert self.tree.insert(request.tokens, refs, request.salt) == refs
         return refs
 
     def fork(self, request: Request) -> Request:

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from oracles.interrupts import interrupted
 from store.runs import fingerprint, make_run
 from store.test_store import WHOSE, found, save
 
@@ -121,6 +122,17 @@ def test_runs_are_followed_as_far_as_they_reach(sizes: tuple[int, ...]) -> None:
         assert (segments[-1].end if segments else start) == reached
         for segment, before in zip(segments, [start, *(x.end for x in segments)], strict=False):
             assert segment.start == before < segment.end and segment.entry.first <= before
+
+
+def test_runs_of_one_text_are_found_in_time_that_each_adds_alike() -> None:
+    index, lines = Index(), list[int]()
+    prefixes = Prefixes(WHOSE.digest, salt_digest(""), range(1200))
+    for num_pages in range(1, 301):
+        index.add(Entry.of(make_run(range(4 * num_pages), 4 * num_pages - 4, page_size=4)[0], 0))
+        if not num_pages % 100:
+            assert len(index.find(prefixes, 0, 1200)) == num_pages
+            lines.append(interrupted(0, lambda: index.find(prefixes, 0, 1200)))
+    assert lines[2] < 3.1 * lines[0]
 
 
 def test_pages_have_the_digests_of_their_ends() -> None:

@@ -9,8 +9,9 @@ from store.reading import read_states
 from kvloom import ops
 from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.format import kept_as
+from kvloom.caches.prefix_group import GroupTable
 from kvloom.caches.storage import Storage
-from kvloom.paging import PrefixTree
+from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import StoreBelow
 from kvloom.store.transfer import layers_of, pack
@@ -77,6 +78,13 @@ def test_a_reader_written_from_the_document_reads_what_attention_reads(
             assert torch.equal(found, expected.float())
 
 
+def held_by(pages: Pages) -> GroupTable:
+    """A table of all pages."""
+    table = PageTable(pages.pool, pages.format.page_size)
+    table.adopt(pages.pool.take(9))
+    return GroupTable(table)
+
+
 @KINDS
 @pytest.mark.parametrize("page_size", [1, 2, 4, 6])
 @pytest.mark.parametrize("layout", ["rows", "NHD", "HND"])
@@ -92,7 +100,7 @@ def test_another_layout_and_page_size_has_the_same_codes(layout: str, page_size:
             StoreBelow(store, x, PrefixTree(x.pool, x.format.page_size), whose(x), {}, 1.0)
             for x in (pages, other)
         )
-        first.keep(TOKENS, pages.pool.take(9), "")
+        first.keep(TOKENS, held_by(pages), "")
         store.flush()
         refs = second.fetch(TOKENS, [], "")
     num_tokens = len(TOKENS) // page_size * page_size
@@ -113,7 +121,7 @@ def test_what_is_read_may_begin_within_a_page_of_the_store() -> None:
             StoreBelow(store, x, PrefixTree(x.pool, x.format.page_size), whose(x), {}, 1.0)
             for x in (pages, other)
         )
-        first.keep(TOKENS, pages.pool.take(9), "")
+        first.keep(TOKENS, held_by(pages), "")
         store.flush()
         held = other.pool.take(1)
         for a, b in zip(pages.storages.values(), other.storages.values(), strict=True):

@@ -1,7 +1,5 @@
 """Memory of caches: allocation of tensors, and errors when there is too little."""
 
-import ctypes
-import mmap
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from kvloom.core.advice import advise, give_back
 from kvloom.core.views import raw
 from kvloom.errors import OutOfPages
 
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from kvloom.caches.fixed import FixedLayer
 
 _HUGE: Final = 2 << 20
+_PIECE: Final = 16 << 20
+"""Bytes that are copied before their memory is given back."""
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
@@ -25,21 +26,49 @@ def outside_inference_mode() -> AbstractContextManager[object]:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros; on the CPU in huge pages (2 MiB) where possible, for fewer TLB misses."""
+    """Allocate zeros; on the CPU in huge pages (2 MiB) where possible, for fewer TLB misses.
+
+    Where the system gives pages of zeros at the first touch, memory is taken then.
+    """
     x = torch.empty(shape, dtype=dtype, device=device)
-    _ask_for_huge_pages(x)
+    first, last = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
+    if x.device.type == "cpu" and first < last and advise("MADV_DONTNEED", first, last):
+        advise("MADV_HUGEPAGE", first, last)  # pages have their size from the first touch on
+        data = x.view(-1).view(torch.uint8)
+        data[: first - x.data_ptr()].zero_()
+        data[last - x.data_ptr() :].zero_()
+        return x
     raw(x).zero_()
     return x
 
 
-def _ask_for_huge_pages(x: Tensor) -> None:
-    """Ask for huge pages. Pages that were touched before are dropped: the size is fixed at first touch."""
-    advice = [getattr(mmap, name) for name in ("MADV_DONTNEED", "MADV_HUGEPAGE") if hasattr(mmap, name)]
-    first, last = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
-    if x.device.type != "cpu" or len(advice) < 2 or first >= last:
+def move(source: Tensor, target: Tensor, *, gives_back: bool) -> None:
+    """Copy a tensor to another of its shape, in pieces.
+
+    Args:
+        source: Tensor of any strides.
+        target: The same.
+        gives_back: Whether the memory of each piece is given back to the system once it is copied, which may
+            clear it: nobody else may use ``source``.
+    """
+    longest = max(
+        (dim for dim in range(source.ndim) if source.shape[dim] > 1), key=source.stride, default=None
+    )
+    if not gives_back or source.nbytes <= _PIECE or longest is None:
+        target.copy_(source)
+        if gives_back:
+            give_back(source)
         return
-    for asked in advice:  # If the system refuses, normal pages do.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(asked))
+    half = source.shape[longest] // 2
+    for start, count in ((0, half), (half, source.shape[longest] - half)):
+        parts = (x.narrow(longest, start, count) for x in (source, target))
+        move(*parts, gives_back=gives_back)
+
+
+def is_held_by_others(tensor: Tensor) -> bool:
+    """Whether another tensor, view or graph of autograd has the memory of a tensor, or may have it."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is None or count(tensor.untyped_storage()._cdata) > 2  # the tensor, and what was asked here
 
 
 def free_bytes(device: torch.device) -> int | None:

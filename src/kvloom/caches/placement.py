@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from kvloom.caches.format import CacheFormat, num_exact
+from kvloom.caches.page_slots import PageSlots, are_longer
 from kvloom.caches.pages import Pages, Run
 from kvloom.caches.storage import Storage
 from kvloom.caches.token_index import PARTIAL, Step, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
-from kvloom.paging import PageTable
+from kvloom.paging import PageRef, PageTable
 
 _FEW = 64
 """Number of slots up to which a loop in Python is faster than operators of torch."""
@@ -61,7 +62,7 @@ class Placement:
         self._tables: list[PageTable] = []
         self._first: list[int] = []  # position of the first token that each sequence holds
         self._stale: list[int] = []  # residual window: tokens before this position are read as codes
-        self._indices: dict[tuple[int, torch.device], tuple[list[int], CacheIndex]] = {}
+        self._slots: dict[tuple[int, torch.device], tuple[list[int], PageSlots]] = {}
         self._tokens: dict[tuple[int, int, int, int, torch.device], TokenIndex] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
 
@@ -118,11 +119,14 @@ class Placement:
         found = self._tokens.get((start, end, num_new, stride, device))
         if found is None:
             before = [self._num_before(b, end - num_new) for b in range(self.size)]
-            known, index = self._indices.get((stride, device), (None, None))
-            if index is None or known != before:
+            known, slots = self._slots.get((stride, device), (None, None))
+            if slots is None or known != before:
                 after = [self._num_after(b) for b in range(self.size)]
-                index = CacheIndex(self.pages.table(self._tables, storage, before, after), None, size)
-                self._indices[stride, device] = before, index
+                slots = PageSlots(self.pages, self._tables, storage, before, after)
+                if len(self._slots) > _FEW:
+                    self._slots.clear()  # of strides before the storages grew
+                self._slots[stride, device] = before, slots
+            index = CacheIndex(slots.follow(), None, size)
             bases = [first - n * size for first, n in zip(self._first, before, strict=True)]
             found = TokenIndex.of(index, bases, start, end, self._first, self.begins)
             self._tokens[start, end, num_new, stride, device] = found
@@ -225,6 +229,19 @@ class Placement:
             self._run = None if run is None or not self._first else run._replace(first=self._first[0])
         return self._run
 
+    def _run_after(self, ends: Sequence[tuple[int, PageRef | None]]) -> Run | Literal["unknown"] | None:
+        """``_run`` after tables grew that had these ``ends_of`` them."""
+        place = self.pages.pool.place
+        if not are_longer(self._tables, ends):
+            return "unknown"
+        for table, (count, last) in zip(self._tables, ends, strict=True):
+            if last is None:
+                return "unknown"
+            extent, index = place(last.id)
+            if any(place(ref.id) != (extent, index + i) for i, ref in enumerate(table.pages_from(count), 1)):
+                return "unknown"
+        return self._run if isinstance(self._run, Run) else "unknown"
+
     @property
     def has_own_pages(self) -> bool:
         """Whether no other sequence holds a page of these."""
@@ -303,7 +320,7 @@ class Placement:
         self._changed()
 
     def _changed(self) -> None:
-        self._indices.clear()
+        self._slots.clear()
         self._tokens.clear()
         self.step = None
         self._run = "unknown"

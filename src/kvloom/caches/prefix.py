@@ -112,7 +112,6 @@ class PrefixCache:
         dims, device = (head_dim, head_dim if value_dim is None else value_dim), torch.device(device)
         groups, residuals = list[PrefixGroup](), list[PrefixGroup]()
         self._codes: list[int] = [0] * num_layers  # group of each layer
-        self._residuals: list[int] = []  # group of each layer's residual window
         for window in sorted(set(windows), key=lambda x: x or 0):
             layers = [i for i, own in enumerate(windows) if own == window]
             pages = Pages(format, is_kept=True, policy=policy if window is None else "lru")
@@ -123,10 +122,10 @@ class PrefixCache:
             if pages.residual is not None:
                 pages.residual.add_layers(layers, heads, dims, dtype, device)
                 residuals.append(PrefixGroup(pages.residual, format.residual_window(window)))
-        if residuals:
-            self._residuals = [len(groups) + i for i in self._codes]
+        self._residuals = [len(groups) + i for i in self._codes] if residuals else []
         self.prefixes = Prefixes(groups + residuals)
-        self._sequences: list[PrefixSequence] = []
+        self._sequences: dict[PrefixSequence, None] = {}  # those that have not ended
+        self._grown: dict[PrefixSequence, None] = {}  # with tokens since ``commit``, which windows may pass
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the pages that are not free, without the store below."""
@@ -148,7 +147,8 @@ class PrefixCache:
                 pages.fit(storage)
                 layer.write(storage, pages.slots(held, storage))
             groups.append(PrefixGroup(pages, tree=tree))
-        vars(self).update(state, prefixes=Prefixes(groups))
+        live = dict.fromkeys(state["_sequences"])
+        vars(self).update(state, prefixes=Prefixes(groups), _sequences=live, _grown=dict(live))
 
     @property
     def pages(self) -> Pages:
@@ -173,10 +173,11 @@ class PrefixCache:
     def __enter__(self) -> "PrefixCache":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for sequence in self._sequences.copy():
+        for sequence in [*self._sequences]:
             self.end(sequence)
 
     @property
@@ -243,6 +244,7 @@ class PrefixCache:
             index, [base] = self.prefixes.groups[number].index_of([sequence.groups[number]], storage)
             storage.store(key, value, index.slots(torch.zeros_like(position), position - base), position)
         sequence.stored[layer] = end
+        self._grown[sequence] = None
 
     @whole
     def commit(self, sequence: PrefixSequence) -> None:
@@ -252,11 +254,11 @@ class PrefixCache:
             StateError: layers differ in the tokens they have.
         """
         self._settle(sequence)
-        known = sequence.tokens[: sequence.groups[0].num_tokens]
-        self.prefixes.seal(sequence.groups, known, sequence.salt, sequence.num_shared)
-        self.prefixes.keep(sequence.groups, known, sequence.salt)
+        self.prefixes.seal(sequence.groups, sequence.tokens, sequence.salt, sequence.num_shared)
+        self.prefixes.keep(sequence.groups, sequence.tokens, sequence.salt)
         for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
-            group.release_passed(own, len(known))
+            group.release_passed(own, sequence.stored[0])
+        self._grown.pop(sequence, None)
 
     def attend(
         self,
@@ -312,6 +314,8 @@ class PrefixCache:
         other = PrefixSequence(sequence.tokens.copy(), sequence.salt, groups, len(self.windows))
         other.num_shared = sequence.num_shared
         other.stored = sequence.stored.copy()
+        if sequence in self._grown:
+            self._grown[other] = None
         return self._keep(other)
 
     @whole
@@ -335,7 +339,8 @@ class PrefixCache:
     def end(self, sequence: PrefixSequence) -> None:
         """Release a sequence; its sealed pages can be found until they are evicted."""
         self._expect_live(sequence)
-        self._sequences.remove(sequence)
+        del self._sequences[sequence]
+        self._grown.pop(sequence, None)
         for own in sequence.groups:
             own.table.release()
 
@@ -349,11 +354,11 @@ class PrefixCache:
         return {"sequences": len(self._sequences), **self.pages.pool.report()}
 
     def _keep(self, sequence: PrefixSequence) -> PrefixSequence:
-        self._sequences.append(sequence)
+        self._sequences[sequence] = None
         return sequence
 
     def _expect_live(self, sequence: PrefixSequence) -> None:
-        if not any(sequence is known for known in self._sequences):
+        if sequence not in self._sequences:
             raise StateError("this sequence has ended, or belongs to another cache")
 
     def _settle(self, sequence: PrefixSequence) -> None:
@@ -375,7 +380,7 @@ class PrefixCache:
         if new <= 0 or own.fill(new):
             return
         if group.window is not None and group.num_missing(own, end) > group.pages.num_spare:
-            for other in self._sequences:
+            for other in self._grown:
                 group.release_passed(other.groups[number], min(other.stored))
         group.append(own, new)
 

@@ -7,11 +7,12 @@ Residual windows form further groups.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvloom.caches.page_slots import PageSlots
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.caches.token_index import PARTIAL
@@ -36,8 +37,8 @@ class Below(Protocol):
     ) -> list[PageRef]:
         """Pages ``found`` of a text from ``first`` on, and those read after them; all are held."""
 
-    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str, first: int = 0) -> None:
-        """Store the full pages of a text from ``first`` on, which are sealed."""
+    def keep(self, tokens: Sequence[int], held: "GroupTable", salt: str) -> None:
+        """Store the full pages of a text that its table holds, which are sealed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,13 +48,21 @@ class GroupTable:
     Attributes:
         table: Its pages.
         first: Number, in the text, of the first page that is held.
-        place: First slots ``[P]`` of these pages after placeholders for earlier ones, and the position of the
-            first of all. Computed when needed.
+        place: First slots of these pages after placeholders for earlier ones; made when needed.
+        kept: What the store below knows of the text; ``None`` for nothing.
     """
 
     table: PageTable
     first: int = 0
-    place: tuple[Tensor, int] | None = None
+    place: PageSlots | None = None
+    kept: Any = None
+
+    def __getstate__(self) -> Any:
+        return None, {"table": self.table, "first": self.first}
+
+    def __setstate__(self, state: Any) -> None:
+        self.place = self.kept = None
+        self.table, self.first = state[1]["table"], state[1]["first"]
 
     @property
     def num_tokens(self) -> int:
@@ -72,10 +81,12 @@ class GroupTable:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` of the text, of which a window may have passed some."""
+        if num_tokens >= self.num_tokens:
+            return
         size = self.table.page_size
         self.first = min(self.first, -(-num_tokens // size))
-        self.table.truncate(max(min(num_tokens, self.num_tokens) - self.first * size, 0))
-        self.place = None
+        self.table.truncate(max(num_tokens - self.first * size, 0))
+        self.place = self.kept = None
 
     def replace(self, refs: Sequence[PageRef]) -> None:
         """Hold the pages that ``PrefixTree.insert`` returned."""
@@ -126,8 +137,7 @@ class PrefixGroup:
 
     def append(self, held: GroupTable, num_tokens: int) -> None:
         """Make room for more tokens of a text; raises as ``Pages.append``."""
-        if self.pages.append([held.table], [num_tokens]):
-            held.place = None
+        self.pages.append([held.table], [num_tokens])
 
     def release_passed(self, held: GroupTable, start: int) -> None:
         """Release the pages that no token from position ``start`` on sees."""
@@ -138,18 +148,20 @@ class PrefixGroup:
                 held.first += count
                 held.place = None
 
-    def place_of(self, held: GroupTable, storage: Storage) -> tuple[Tensor, int]:
-        """``GroupTable.place`` in a storage, which begins at a multiple of ``PARTIAL`` tokens."""
+    def _place_of(self, held: GroupTable, storage: Storage) -> tuple[Tensor, int]:
+        """First slots ``[1, P]`` of the pages of a text, and the position of the first, a multiple of
+        ``PARTIAL`` by placeholders in front.
+        """
+        before = held.first % (lcm(PARTIAL, storage.page_size) // storage.page_size)
         if held.place is None:
-            before = held.first % (lcm(PARTIAL, storage.page_size) // storage.page_size)
-            [slots] = self.pages.table([held.table], storage, [before])
-            held.place = slots, (held.first - before) * storage.page_size
-        return held.place
+            held.place = PageSlots(self.pages, [held.table], storage, [before])
+        return held.place.follow(), (held.first - before) * storage.page_size
 
     def index_of(self, held: Sequence[GroupTable], storage: Storage) -> tuple[CacheIndex, list[int]]:
         """Slots of the tokens of some texts in a storage, and the positions at which they begin."""
-        places = [self.place_of(own, storage) for own in held]
-        table = pad_sequence([slots for slots, _ in places], True, -1.0)
+        places = [self._place_of(own, storage) for own in held]
+        tables = [slots for slots, _ in places]
+        table = tables[0] if len(tables) == 1 else pad_sequence([slots[0] for slots in tables], True, -1.0)
         return CacheIndex.pages(table, storage.page_size), [base for _, base in places]
 
     def expect_seen(self, held: GroupTable, start: int) -> None:

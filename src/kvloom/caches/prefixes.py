@@ -222,17 +222,18 @@ class Prefixes:
 
         Args:
             held: Its tables in all groups, or in the first ones.
-            tokens: All computed tokens.
+            tokens: Tokens of the text; those after the tables' are not read.
             scope: Key of the text in the trees.
             num_shared: Result of ``num_shared`` when the text began.
 
         Raises:
-            StateError: as ``PrefixTree.insert``; the pages of earlier groups are sealed.
+            StateError: as ``PrefixTree.seal``; the pages of earlier groups are sealed.
         """
         for group, own in zip(self.groups, held, strict=False):
             own.table.claim()
-            own.replace(group.tree.insert(tokens, own.table.pages, scope, own.first))
-        if 0 < num_shared * self.page_size <= len(tokens):
+            if group.tree.seal(own.table, tokens, scope, own.first):
+                own.place = None
+        if 0 < num_shared * self.page_size <= min(len(tokens), held[0].num_tokens):
             self.prefer(held, num_shared)
 
     def keep(self, held: Sequence[GroupTable], tokens: Sequence[int], salt: str) -> None:
@@ -240,12 +241,12 @@ class Prefixes:
 
         Args:
             held: Its tables in all groups, or in the first ones, with sealed pages.
-            tokens: All computed tokens.
+            tokens: Tokens of the text; those after the tables' are not read.
             salt: Key of the text in the stores.
         """
         for group, own in zip(self.groups, held, strict=False):
             if group.below is not None:
-                group.below.keep(tokens, own.table.pages, salt, own.first)
+                group.below.keep(tokens, own, salt)
 
     def prefer(self, held: Sequence[GroupTable], num_pages: int) -> None:
         """Evict the pages that complete a prefix of ``num_pages`` pages later: another text had it, too."""

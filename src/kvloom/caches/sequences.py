@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
+from kvloom.caches.page_slots import ends_of
 from kvloom.caches.pages import Pages
 from kvloom.caches.placement import Placement
 from kvloom.caches.saving import Place, load_tables, save_tables
@@ -145,12 +146,14 @@ class Sequences(Placement):
             if run is not None and self.has_own_pages:
                 if self.pages.continue_run(self._tables, run, end - start):
                     self._changed()
+        if not self._tables:
+            self._changed()
         tables = self._tables or self._new_tables(batch)
         # Gone tokens of a residual window have slots again, in front of what follows them in their page.
         counts = [max(end - x, 0) - table.num_tokens for x, table in zip(first, tables, strict=True)]
+        ends = ends_of(self._tables)
         if self.pages.append(tables, counts):
-            self._indices.clear()
-            self._run = "unknown"
+            self._run = self._run_after(ends)
         self._tokens.clear()
         self.step = None
         self._tables[:], self.begins[:], self._first[:] = tables, begin, first

@@ -5,6 +5,7 @@ Values of head dim 0 are not stored: a storage of keys only accepts and returns 
 Shapes: B sequences, Q new tokens of each, H heads, D head dim.
 """
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
-from kvloom.caches.memory import outside_inference_mode, zeros
+from kvloom.caches.memory import is_held_by_others, move, outside_inference_mode, zeros
 from kvloom.caches.token_index import TokenIndex
 from kvloom.caches.tokens import Tokens, attend_behind, scores_of_newest
 from kvloom.caches.transform import Transform, attend, store_transformed
@@ -258,24 +259,38 @@ class Storage:
     def reserve(self, num_extents: int, stride: int) -> None:
         """Grow extents to at least ``stride`` pages; tokens keep their place in their extent, at other slots.
 
-        Views taken before, such as ``view``, are stale afterwards.
+        Views taken before, such as ``view``, are stale afterwards. On a CPU old memory is given back while it
+        is copied, unless others hold the old tensors, which do not change then.
         """
         if stride > self.stride:
-            self._reallocate(num_extents, stride)
+            self._reallocate(num_extents, stride, gives_back=self._is_alone())
 
     def renew(self) -> None:
         """Copy all tokens to new tensors, at the same slots; the old tensors do not change."""
-        self._reallocate(self.num_extents, self.stride)
+        self._reallocate(self.num_extents, self.stride, gives_back=False)
 
-    def _reallocate(self, num_extents: int, stride: int) -> None:
+    def _is_alone(self) -> bool:
+        """Whether nobody else holds the tensors, which are on a CPU."""
+        if self.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        views = [weakref.ref(x) for x in _canonical(self.view)]
+        self.view = self._found = None  # type: ignore[assignment]
+        try:
+            return not any(x() is not None for x in views) and not any(
+                is_held_by_others(x) for x in self.tensors if x is not None
+            )
+        finally:
+            self.view = self._view(self.tensors)
+
+    def _reallocate(self, num_extents: int, stride: int, *, gives_back: bool) -> None:
         tensors, old = self._allocate(num_extents, stride), _canonical(self.view)
         have, view = self.stride, self._view(tensors)
         for target, source in zip(_canonical(view), old, strict=True):
             if have and self._is_in_rows:
-                target[:, : source.shape[1]] = source
+                move(source, target[:, : source.shape[1]], gives_back=gives_back)
             elif have:
                 split = target.unflatten(0, (num_extents, stride))
-                split[:, :have] = source.unflatten(0, (num_extents, have))
+                move(source.unflatten(0, (num_extents, have)), split[:, :have], gives_back=gives_back)
         # At once, so that Ctrl-C leaves all of the old or all of the new.
         self.num_extents, self.stride, self.tensors, self.view, self._found = (
             num_extents, stride, tensors, view, None,

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
+from itertools import groupby, product
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.core.advice import give_back
 from kvloom.core.checks import expect_range
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.memory import expect_disjoint
@@ -17,6 +18,9 @@ from kvloom.core.views import KVView, Side
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.layouts.catalog import NamedLayout, find_layout
 from kvloom.layouts.tensors import MAX_SHARDS, KVTensors, prefix
+
+_PIECE: Final = 64 << 20
+"""Bytes that are copied before their memory is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Move(NamedTuple):
 
     source: KVView
     target: KVView
+    layer: int
 
 
 def convert(source: KVTensors, target: KVTensors | Placement | NamedLayout | CacheLayout | str) -> KVTensors:
@@ -69,12 +74,35 @@ def convert(source: KVTensors, target: KVTensors | Placement | NamedLayout | Cac
         raise ArgumentError(f"source must be KVTensors, got {type(source).__name__}")
     if not isinstance(target, KVTensors):
         placement = target if isinstance(target, Placement) else Placement(find_layout("target", target))
-        target = _allocate(source, placement)
-    moves = plan(source, target)
-    slots = torch.arange(source.num_slots, device=source.views[0][0].device)
-    for move in moves:
-        ops.copy(move.source, slots, move.target, slots)
+        target = allocate(source, placement)
+    copy_all(source, target)
     return target
+
+
+def copy_all(source: KVTensors, target: KVTensors, *, gives_back: bool = False) -> None:
+    """Copy ``source`` to ``target``.
+
+    Args:
+        source: Tensors to convert.
+        target: Tensors to write.
+        gives_back: Whether memory of ``source`` is given back to the system once it was read: nobody reads it
+            again.
+
+    Raises:
+        ArgumentError, ShapeError: as ``convert``.
+    """
+    slots = torch.arange(source.num_slots, device=source.views[0][0].device)
+    for layer, found in groupby(plan(source, target), lambda move: move.layer):
+        moves, views = [*found], source.views[layer]
+        size, num_blocks = views[0].block_size, views[0].num_blocks
+        nbytes = sum(x.nbytes for view in views for x in view.tensors if x is not None)
+        count = max(num_blocks * _PIECE // max(nbytes, 1), 1) if gives_back else max(num_blocks, 1)
+        for first in range(0, num_blocks, count):
+            for move in moves:
+                piece = slots[first * size : (first + count) * size]
+                ops.copy(move.source, piece, move.target, piece)
+            for view in views if gives_back else ():
+                give_back(*(x[first : first + count] for x in view.tensors if x is not None))
 
 
 def plan(source: KVTensors, target: KVTensors) -> list[Move]:
@@ -97,18 +125,19 @@ def plan(source: KVTensors, target: KVTensors) -> list[Move]:
     for layer, (sources, targets) in enumerate(zip(source.views, target.views, strict=True)):
         for from_shard, to_shard in product(sources, targets):
             _expect_same_elements(layer, from_shard, to_shard)
-        moves += _between_shards(sources, targets)
+        moves += _between_shards(layer, sources, targets)
     return moves
 
 
-def _between_shards(sources: tuple[KVView, ...], targets: tuple[KVView, ...]) -> Iterator[Move]:
+def _between_shards(layer: int, sources: tuple[KVView, ...], targets: tuple[KVView, ...]) -> Iterator[Move]:
     of_source, of_target = sources[0].num_heads, targets[0].num_heads
     for s, x in enumerate(sources):
         for t, y in enumerate(targets):
             first = max(s * of_source, t * of_target)
             count = min((s + 1) * of_source, (t + 1) * of_target) - first
             if count > 0:
-                yield Move(_heads(x, first - s * of_source, count), _heads(y, first - t * of_target, count))
+                parts = _heads(x, first - s * of_source, count), _heads(y, first - t * of_target, count)
+                yield Move(*parts, layer)
 
 
 def _heads(view: KVView, first: int, count: int) -> KVView:
@@ -143,7 +172,7 @@ def _elements(side: Side | None) -> str:
     return text
 
 
-def _allocate(source: KVTensors, placement: Placement) -> KVTensors:
+def allocate(source: KVTensors, placement: Placement) -> KVTensors:
     """Allocate tensors for ``source``."""
     layout = find_layout("layout", placement.layout)
     first = source.views[0][0]

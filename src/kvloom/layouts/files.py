@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvloom.errors import ArgumentError
 from kvloom.layouts.catalog import NamedLayout, find_layout
-from kvloom.layouts.conversion import Placement, convert
+from kvloom.layouts.conversion import Placement, allocate, copy_all
 from kvloom.layouts.tensors import KVTensors
 
 
@@ -19,7 +19,7 @@ def convert_file(
     """Convert a file of tensors, named as in ``KVTensors``, to another layout.
 
     Args:
-        source: The file to read, memory-mapped.
+        source: The file to read, memory-mapped; no more than a part of it is in memory at a time.
         target: The file to write; it is visible only when complete.
         source_layout: A name of ``LAYOUTS``, or axes.
         placement: Layout, page size and shards of the target.
@@ -46,7 +46,10 @@ def convert_file(
         raise ArgumentError(f"source must be a safetensors file, got {str(source)!r}: {error}") from error
     if heads is None and metadata.get("heads", "").isdecimal():
         heads = int(metadata["heads"])
-    converted = convert(KVTensors(tensors, layout, heads), placement)
+    read = KVTensors(tensors, layout, heads)
+    converted = allocate(read, placement)
+    copy_all(read, converted, gives_back=True)  # else all of the source stays in memory beside the target
+    del tensors, read
     said = {"layout": find_layout("layout", converted.layout).axes, "heads": str(converted.heads)}
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:

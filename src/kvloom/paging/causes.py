@@ -120,21 +120,29 @@ class Causes:
         if len(self.nodes) + len(pages) > max(self._max_remembered, 2 * len(self._pages)):
             self._forget()
         self._clock += 1
-        text, found = 0, list[Node]()
+        found, node = list[Node](), None
         for tokens in pages:
-            key = text, tokens
-            text = self._texts.get(key, 0)
-            if not text:
-                self._num_texts += 1
-                self._texts[key] = text = self._num_texts
-            node = self.nodes.get((salt, text))
-            if node is None:
-                node = Node(self._num_ids, salt, found[-1] if found else None, text, tokens)
-                self._num_ids += 1
-                self.nodes[salt, text] = node
-            node.used = self._clock
+            node = self.node_after(node, salt, tokens)
             found.append(node)
         return found
+
+    def node_of(self, page: int) -> Node | None:
+        """Node of a sealed page, if it was sealed since the recording began."""
+        return self._pages.get(page)
+
+    def node_after(self, parent: Node | None, salt: str, tokens: bytes) -> Node:
+        """Get or make the node of the page after ``parent``; ``None`` at the start of a text."""
+        key = 0 if parent is None else parent.text, tokens
+        text = self._texts.get(key, 0)
+        if not text:
+            self._num_texts += 1
+            self._texts[key] = text = self._num_texts
+        node = self.nodes.get((salt, text))
+        if node is None:
+            self.nodes[salt, text] = node = Node(self._num_ids, salt, parent, text, tokens)
+            self._num_ids += 1
+        node.used = self._clock
+        return node
 
     def explain(self, nodes: Sequence[Node], num_found: int, num_pages: int) -> list[Miss]:
         """Causes of the misses of all pages of a text after the first ``num_found``.

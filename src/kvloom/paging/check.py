@@ -31,6 +31,8 @@ def check(
         if table._pool is not pool:
             raise StateError(f"table {i} is of another pool")
         _check_table(i, table, tree.page_size)
+        if any(ref.id not in pool._parents for ref in table.pages[: table.num_sealed]):
+            raise StateError(f"table {i} has {table.num_sealed} sealed pages, of which some are not sealed")
         holders += table.pages
     for ref in holders:
         if not 0 <= ref.id < pool.num_pages:
@@ -50,6 +52,8 @@ def _check_table(i: int, table: PageTable, size: int) -> None:
         raise StateError(f"table {i} has pages of {table.page_size} tokens, the tree of {size}")
     if not (len(pages) - 1) * size < table.num_tokens <= len(pages) * size:
         raise StateError(f"table {i} has {table.num_tokens} tokens in {len(pages)} pages of {size}")
+    if table.num_sealed > table.num_tokens // size:
+        raise StateError(f"table {i} has {table.num_sealed} sealed pages, and {table.num_tokens} tokens")
     if len(set(pages)) != len(pages):
         raise StateError(f"table {i} has a page twice: {list(pages)}")
 

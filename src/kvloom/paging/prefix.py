@@ -12,34 +12,9 @@ from itertools import groupby
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.paging.events import Events
+from kvloom.paging.nodes import Node, record_present, recorded
 from kvloom.paging.pool import PagePool, PageRef, expect_page_size
-
-
-class Node:
-    """Tokens of one page after those of its parent, whether the pool still has the page or not.
-
-    Attributes:
-        key: Salt, parent, and the S token ids as int64, so it identifies all tokens from the start of the
-            sequence. Python hashes bytes with a secret of the process, and compares them when their hashes
-            are equal; a parent is compared by identity.
-        page: Page with their keys and values; ``None`` if it was evicted.
-        num_children: Number of child nodes.
-    """
-
-    __slots__ = ("key", "num_children", "page")
-
-    def __init__(self, key: tuple[str, Node | None, bytes]) -> None:
-        self.key = key
-        self.page: PageRef | None = None
-        self.num_children = 0
-
-    def path(self) -> list[Node]:
-        """Nodes from the start of the sequence to this one."""
-        path, step = [self], self.key[1]
-        while step is not None:
-            path.append(step)
-            step = step.key[1]
-        return path[::-1]
+from kvloom.paging.table import PageTable
 
 
 class PrefixTree:
@@ -230,20 +205,7 @@ class PrefixTree:
         pool = self._pool
         is_lru = pool.worth is None and self.window is None
         events = Events(self.page_size, capacity, max_remembered=max_remembered, clock=clock, is_lru=is_lru)
-        events.note("grow", [], num_pages=pool.num_pages)
-        idle = [ref.id for ref in pool.evictable()]
-        free = {page for page in range(pool.num_pages) if pool.is_free(page)}
-        events.take([page for page in range(pool.num_pages) if page not in free])
-        for node in self._nodes.values():  # parents come first, in the order of insertion
-            if node.page is not None:
-                events.seal(node.key[0], [step.key[2] for step in node.path()], [node.page.id])
-        for page, number in self._holders().items():
-            for _ in range(1, number):
-                events.add("share", page)
-            if not number:
-                events.add("release", page)
-        for page in idle:
-            events.causes.idle(page)
+        record_present(events, pool, self._nodes.values())
         pool.events = events
         return events
 
@@ -277,37 +239,73 @@ class PrefixTree:
             raise ArgumentError(f"refs must be at least {count} distinct pages, got {list(refs)}")
         if first and self.window is None:
             raise ArgumentError(f"first must be 0 in a tree without a window, got {first}")
-        path = self._find(pages, salt)
+        return [*self._insert(None, pages, refs[:count], salt), *refs[count:]]
+
+    def seal(self, table: PageTable, tokens: Sequence[int], salt: str = "", first: int = 0) -> bool:
+        """``insert`` the full pages of a table that are not sealed yet, in time linear in these.
+
+        Args:
+            table: Table of the sequence.
+            tokens: Token ids from the start of the sequence; those after the full pages are not read.
+            salt: Salt under which the pages can be found.
+            first: Number of the table's first page in the sequence, if a window has passed earlier pages.
+
+        Returns:
+            Whether the table has other pages now.
+
+        Raises:
+            ArgumentError, StateError: as ``insert``; nothing was changed.
+        """
+        end = max(min(len(tokens) // self.page_size - first, table.num_tokens // self.page_size), 0)
+        start, above = min(table.num_sealed, end), None
+        if start:
+            above = self._pages[table.page(start - 1).id]
+            if above.key[::2] != (salt, *self.packed(tokens, first + start, first + start - 1)):
+                raise _is_of_others(table.page(start - 1))
+        pages = list(self.packed(tokens, first + end, first + start if start else 0))
+        refs = table.pages_from(start)
+        kept = self._insert(above, pages, refs[: end - start], salt) + refs[end - start :]
+        if kept != refs:
+            table.replace(kept, start)
+        table.num_sealed = max(table.num_sealed, end)
+        return kept != refs
+
+    def _insert(
+        self, above: Node | None, pages: list[bytes], refs: Sequence[PageRef], salt: str
+    ) -> list[PageRef]:
+        """``insert`` the last of some pages after ``above``, ``None`` for the start of a sequence."""
+        first = len(pages) - len(refs)
+        path = self._find(pages, salt, above)
         known = [node.page for node in path[first:]]
-        known += [None] * (count - len(known))
-        for have, ref in zip(known, refs, strict=False):
+        known += [None] * (len(refs) - len(known))
+        for have, ref in zip(known, refs, strict=True):
             if not self._pool.count(ref):
                 raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
             if ref.id in self._pages and have != ref:
-                raise StateError(f"page {ref.id} of generation {ref.generation} is sealed under other tokens")
-        for have, ref in zip(known, refs, strict=False):
+                raise _is_of_others(ref)
+        for have, ref in zip(known, refs, strict=True):
             if have is not None and have != ref:
                 self._pool.retain(have)
                 self._pool.release(ref)
         new = [i for i, have in enumerate(known) if have is None]
-        parent = path[-1].page if path and self.window is None else None
+        last = path[-1] if path else above
+        parent = last.page if last is not None and self.window is None else None
         self._pool.seal([refs[i] for i in new], parent, is_chain=self.window is None)
-        for page in pages[len(path) :] if count else ():
-            path.append(self._add((salt, path[-1] if path else None, page)))
+        for page in pages[len(path) :] if refs else ():
+            last = self._add((salt, last, page))
+            path.append(last)
         for i in new:
             path[first + i].page = ref = refs[i]
             self._pages[ref.id] = node = path[first + i]
             if self._pool.worth is not None:
-                above = node.key[1]
-                before = None if above is None or above.page is None else above.page.id
+                before = None if node.key[1] is None or node.key[1].page is None else node.key[1].page.id
                 self._pool.worth.seal(ref.id, before, (salt, node.key[2]))
         if self._pool.events is not None:
             for _, run in groupby(enumerate(new), lambda pair: pair[1] - pair[0]):
                 ids = [i for _, i in run]
-                self._pool.events.seal(salt, pages[: first + ids[-1] + 1], [refs[i].id for i in ids])
-        return [ref if have is None else have for have, ref in zip(known, refs, strict=False)] + list(
-            refs[count:]
-        )
+                nodes = recorded(self._pool.events, path[first + ids[0] : first + ids[-1] + 1])
+                self._pool.events.seal(nodes, [refs[i].id for i in ids])
+        return [ref if have is None else have for have, ref in zip(known, refs, strict=True)]
 
     def evict(self, num_pages: int) -> int:
         """Free ``num_pages`` evictable pages in the order of the pool's policy, or all if there are fewer.
@@ -333,24 +331,15 @@ class PrefixTree:
             tokens = b"".join(step.key[2] for step in path)
             yield node.key[0], list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
 
-    def packed(self, tokens: Sequence[int], num_pages: int | None = None) -> Iterator[bytes]:
-        """Token ids of each of the first ``num_pages`` pages as int64; all full pages if ``None``."""
+    def packed(self, tokens: Sequence[int], num_pages: int | None = None, first: int = 0) -> Iterator[bytes]:
+        """Token ids of each page from ``first`` to ``num_pages``, all full ones if ``None``, as int64."""
         size = self.page_size
         num_pages = len(tokens) // size if num_pages is None else num_pages
         try:
-            for start in range(0, num_pages * size, size):
+            for start in range(first * size, num_pages * size, size):
                 yield struct.pack(self._format, *tokens[start : start + size])
         except struct.error as problem:
             raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
-
-    def _holders(self) -> dict[int, int]:
-        """Number of references to each page, without those of its children."""
-        pool = self._pool
-        held = {page: number for page, number in enumerate(pool._counts) if not pool.is_free(page)}
-        for page, parent in pool._parents.items():
-            if parent is not None and pool._counts[page]:
-                held[parent] -= 1
-        return held
 
     def _add(self, key: tuple[str, Node | None, bytes]) -> Node:
         self._nodes[key] = node = Node(key)
@@ -371,10 +360,10 @@ class PrefixTree:
                     step.num_children -= 1
         return len(refs)
 
-    def _find(self, pages: Iterable[bytes], salt: str) -> list[Node]:
-        """Longest path from the root, without references."""
+    def _find(self, pages: Iterable[bytes], salt: str, above: Node | None = None) -> list[Node]:
+        """Longest path from a node, or from the root, without references."""
         path: list[Node] = []
-        node: Node | None = None
+        node = above
         for page in pages:
             node = self._nodes.get((salt, node, page))
             if node is None:
@@ -388,3 +377,7 @@ class PrefixTree:
             return len(path)
         is_whole = self.whole([node.page is not None for node in path])
         return max((i + 1 for i, x in enumerate(is_whole) if x), default=0)
+
+
+def _is_of_others(ref: PageRef) -> StateError:
+    return StateError(f"page {ref.id} of generation {ref.generation} is sealed under other tokens")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.paging.interrupts import whole
@@ -27,17 +27,22 @@ class PageTable:
 
     Attributes:
         request: Request that owns it, for events: at first the one of the last look-up.
+        num_sealed: Number of first pages that ``PrefixTree.seal`` sealed under the sequence's tokens.
     """
 
-    __slots__ = ("_num_tokens", "_pages", "_pool", "page_size", "request")
+    __slots__ = ("_num_tokens", "_pages", "_pool", "num_sealed", "page_size", "request")
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         expect_page_size(page_size)
         self.page_size = page_size
         self._pool = pool
         self._pages: list[PageRef] | None = []
-        self._num_tokens = 0
+        self._num_tokens = self.num_sealed = 0
         self.request = 0 if pool.events is None else pool.events.request
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for name, value in ({"num_sealed": 0} | state[1]).items():
+            setattr(self, name, value)
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +63,14 @@ class PageTable:
     def page_of(self, token: int) -> PageRef:
         """Page of the token with this number."""
         return self._held()[token // self.page_size]
+
+    def page(self, number: int) -> PageRef:
+        """Page with this number."""
+        return self._held()[number]
+
+    def pages_from(self, first: int) -> list[PageRef]:
+        """The pages from number ``first`` on; valid until the table changes."""
+        return self._held()[first:]
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether the last page is writable and has room for ``num_tokens`` more tokens."""
@@ -89,6 +102,7 @@ class PageTable:
         while len(pages) > self._pages_for(num_tokens):
             self._pool.release(pages.pop())
         self._num_tokens = num_tokens
+        self.num_sealed = min(self.num_sealed, num_tokens // self.page_size)
 
     def drop_front(self, num_pages: int) -> None:
         """Release the first ``num_pages`` pages, all full; the token after them becomes token 0.
@@ -107,6 +121,7 @@ class PageTable:
             self._pool.release(ref, is_passed=True)
         del pages[:num_pages]
         self._num_tokens -= num_pages * self.page_size
+        self.num_sealed = max(self.num_sealed - num_pages, 0)
 
     def fork(self, request: int | None = None) -> "PageTable":
         """New table with the same tokens and pages. The first to grow copies a partly filled last page.
@@ -120,7 +135,7 @@ class PageTable:
         table.claim()
         for ref in pages:
             self._pool.retain(ref)
-        table._pages, table._num_tokens = pages.copy(), self._num_tokens
+        table._pages, table._num_tokens, table.num_sealed = pages.copy(), self._num_tokens, self.num_sealed
         return table
 
     def adopt(self, refs: Sequence[PageRef]) -> None:
@@ -145,21 +160,26 @@ class PageTable:
         """
         old = self.pages
         self.replace(refs)
+        self.num_sealed = 0
         self.claim()
         for ref in old:
             self._pool.release(ref)
 
-    def replace(self, refs: Sequence[PageRef]) -> None:
+    def replace(self, refs: Sequence[PageRef], first: int = 0) -> None:
         """Hold the pages that ``PrefixTree.insert`` returned, which has moved the references already.
+
+        Args:
+            refs: All pages from number ``first`` on.
+            first: As above.
 
         Raises:
             StateError: a page is stale or not held; nothing was changed.
             ArgumentError: the number of pages differs, or one comes twice; nothing was changed.
         """
-        num_pages = len(self._held())
-        if len(refs) != num_pages:
-            raise ArgumentError(f"refs must be {num_pages} pages, got {len(refs)}")
-        self._pages = self._checked(refs)
+        pages = self._held()
+        if len(refs) != len(pages) - first:
+            raise ArgumentError(f"refs must be {len(pages) - first} pages, got {len(refs)}")
+        pages[first:] = self._checked(refs)
 
     def release(self) -> None:
         """Release all pages. Then any other method raises ``StateError``; releasing again does nothing."""

@@ -1,10 +1,12 @@
 """Store below one pool of pages: sealed pages are written to it, and prefixes of texts read from it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvloom.caches import PrefixCache
 from kvloom.caches.pages import Pages
+from kvloom.caches.prefix_group import GroupTable
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError
 from kvloom.paging import Miss, PageRef, PrefixTree, interruptible
@@ -13,6 +15,7 @@ from kvloom.store.backends import connect
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
 from kvloom.store.limits import evictions
+from kvloom.store.prefixes import Prefixes
 from kvloom.store.probe import Probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
@@ -142,30 +145,39 @@ class StoreBelow:
             self.fingerprint, salt, tokens, start, seconds_per_token=self._seconds_per_token
         )
 
-    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str, first: int = 0) -> None:
+    def keep(self, tokens: Sequence[int], held: GroupTable, salt: str) -> None:
         """Save the full pages of a text that the store does not have.
 
+        Takes time for the pages since the last call alone, unless something was not written since then.
+
         Args:
-            tokens: Token ids from the start of the text.
-            refs: Sealed pages of the text.
+            tokens: Token ids from the start of the text; those after the pages are not read.
+            held: Table with sealed pages of the text.
             salt: Salt of the text in the store.
-            first: Number of the first of ``refs`` in the text.
         """
-        size = self._pages.format.page_size
-        num_pages = min(len(tokens) // size, first + len(refs))
-        if num_pages <= first or not self._keeps_alike():
+        size, first, store, whose = self._pages.format.page_size, held.first, self.store, self.fingerprint
+        num_pages = min(len(tokens) // size, first + held.table.num_pages)
+        kept: _Kept | None = held.kept
+        if kept is None or (kept.whose, kept.salt, kept.num_lost) != (whose, salt, store.num_lost):
+            kept = _Kept(whose, salt, store.num_lost, first)
+        start = max(first, kept.num_pages)
+        if num_pages <= start or not self._keeps_alike():
             return
-        prefixes = self.store.prefixes(self.fingerprint, salt, tokens)
-        nbytes = self.fingerprint.num_heads * page_bytes(self.fingerprint, size)
-        ends = range((first + 1) * size, num_pages * size + 1, size)
-        new = [end // size - 1 for end in self.store.missing(self.fingerprint, prefixes, ends)]
-        for run in runs_of(new, max(1, RUN_BYTES // nbytes)):
-            if not self.store.has_room(nbytes * len(run)):
-                self.store.counts["runs_dropped"] += 1
-                continue
-            data = pack(self._pages, [refs[i - first].id for i in run], self.fingerprint)
-            text = tokens[: run.stop * size]
-            self.store.save(self.fingerprint, salt, text, run.start * size, size, data)
+        if kept.prefixes is None:
+            kept.prefixes = store.prefixes(whose, salt, tokens[: num_pages * size]).copy()
+        prefixes = kept.prefixes
+        prefixes.extend(tokens[prefixes.num_tokens : num_pages * size])
+        nbytes = whose.num_heads * page_bytes(whose, size)
+        missing = store.missing(whose, prefixes, range((start + 1) * size, num_pages * size + 1, size))
+        for run in runs_of([end // size - 1 for end in missing], max(1, RUN_BYTES // nbytes)):
+            if store.has_room(nbytes * len(run)):
+                ids = [held.table.page(i - first).id for i in run]
+                data = pack(self._pages, ids, whose)
+                store.save_part(whose, salt, prefixes, run.start * size, run.stop * size, size, data)
+            else:
+                store.counts["runs_dropped"] += 1
+        if not any(tier.is_down(whose) for tier in store.tiers):
+            held.kept, kept.num_pages = kept, num_pages
 
     def keep_part(self, tokens: Sequence[int], ref: PageRef, salt: str) -> None:
         """Save the last, partly filled page of a text as pages of one token.
@@ -315,6 +327,25 @@ def put_below(
     for group, own_below in zip(groups, below, strict=True):
         group.below = own_below
     return below[0]
+
+
+@dataclass
+class _Kept:
+    """What a store knows of a text: ``GroupTable.kept``.
+
+    Attributes:
+        whose: Model and format of the keys and values.
+        salt: Salt of the text in the store.
+        num_lost: ``KVStore.num_lost`` when the first pages were passed.
+        num_pages: Number of first pages that were passed or need not be.
+        prefixes: Digests of the text so far, not shared with others; ``None`` for none.
+    """
+
+    whose: Fingerprint
+    salt: str
+    num_lost: int
+    num_pages: int
+    prefixes: Prefixes | None = None
 
 
 def runs_of(numbers: Sequence[int], longest: int) -> list[range]:

@@ -11,15 +11,16 @@ from typing import Final, Protocol
 
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.folders import Folder
 from kvloom.store.format import DamagedRun, OtherFormat, Run
 from kvloom.store.heads import FIRST_READ, head_from, head_of
-from kvloom.store.index import Entry, Index, Segment
-from kvloom.store.index_objects import IndexObjects
+from kvloom.store.index import Entry, Segment
 from kvloom.store.names import Kind, folder_of, kind_of
 from kvloom.store.prefixes import Prefixes
 from kvloom.store.readers import Readers
 from kvloom.store.speed import Speed
 from kvloom.store.sums import Sums
+from kvloom.store.threads import started
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _REFRESH_SECONDS: Final = 2.0
@@ -54,25 +55,6 @@ class Store(Protocol):
         """Record an object that has another format or may not be read."""
 
 
-class _Folder:
-    """The runs of one fingerprint."""
-
-    def __init__(self, fingerprint: Fingerprint, name: str) -> None:
-        self.fingerprint = fingerprint
-        self.index, self.objects = Index(), IndexObjects(name)
-        self.ignored: set[str] = set()
-        self.doubted: set[str] = set()  # runs for which index objects are not trusted
-        self.written: set[str] = set()  # runs written since the last listing began, which may miss them
-        self.version: float | None = None
-        self.must_list = False  # despite an unchanged version
-        self.began = self.ended = float("-inf")  # of the last listing, monotonic
-        self.num_listed = 0
-
-    @property
-    def took(self) -> float:
-        return self.ended - self.began if self.num_listed else 0.0
-
-
 class Catalog:
     """Runs of each fingerprint of one store, by digest. Thread-safe.
 
@@ -84,12 +66,12 @@ class Catalog:
         self._store = store
         self.refresh_seconds = _REFRESH_SECONDS
         self._changed = threading.Condition(threading.RLock())
-        self._folders: dict[str, _Folder] = {}
-        self._wanted: list[_Folder] = []
-        self._now: _Folder | None = None
+        self._folders: dict[str, Folder] = {}
+        self._wanted: list[Folder] = []
+        self._now: Folder | None = None
         self._thread: threading.Thread | None = None
         self._num_waiting = 0
-        self._is_closed = False
+        self._is_closed = self._is_paused = False
         self._began = self._used = 0.0  # present listing, monotonic; seconds that the thread has worked
 
     def watch(self, fingerprint: Fingerprint) -> None:
@@ -143,7 +125,8 @@ class Catalog:
         """Ends of pages, among ``ends``, of known runs; sends no request."""
         with self._changed:
             index = self._folder(fingerprint).index
-            reached = max((x.end for x in index.find(prefixes, 0, ends[-1])), default=0)
+            start = max(ends[0] - ends.step, 0)
+            reached = max((x.end for x in index.find(prefixes, start, ends[-1])), default=0)
             digests = prefixes.digests(ends)
             return {end for end, x in zip(ends, digests, strict=True) if end <= reached or x in index}
 
@@ -207,6 +190,14 @@ class Catalog:
         with self._changed:
             self._folders.pop(self._store.sums.folder(fingerprint.digest), None)
 
+    def pause(self) -> None:
+        """Stop listing until a look-up waits for it."""
+        with self._changed:
+            self._is_paused = True
+            if not self._num_waiting:
+                self._wanted.clear()
+            self._changed.notify_all()
+
     def close(self, timeout: float) -> None:
         """Stop listing."""
         with self._changed:
@@ -216,28 +207,31 @@ class Catalog:
         if thread not in (None, threading.current_thread()):
             thread.join(timeout)
 
-    def _folder(self, fingerprint: Fingerprint) -> _Folder:
+    def _folder(self, fingerprint: Fingerprint) -> Folder:
         name = self._store.sums.folder(fingerprint.digest)
         if name not in self._folders:
-            self._folders[name] = _Folder(fingerprint, name)
+            self._folders[name] = Folder(fingerprint, name)
         return self._folders[name]
 
-    def _is_stale(self, folder: _Folder, wait: float | None) -> bool:
+    def _is_stale(self, folder: Folder, wait: float | None) -> bool:
         """Whether the last listing is too old; sooner if the wait has no limit."""
         seconds = 0.0 if wait is None else _SHARE * folder.took
         return time.monotonic() - folder.ended >= max(self.refresh_seconds, seconds)
 
-    def _want(self, folder: _Folder) -> None:
+    def _want(self, folder: Folder) -> None:
         """Request a listing of a folder; the caller holds the lock."""
         if self._is_closed or folder in self._wanted or (self._now is folder and not folder.num_listed):
             return
+        if self._is_paused and not self._num_waiting:
+            return
         self._wanted.append(folder)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvloom-list", daemon=True)
-            self._thread.start()
+        self._thread = self._thread or started(self._run, "kvloom-list")
+        if self._thread is None:  # as a listing that failed, or waiting threads would wait forever
+            self._wanted.remove(folder)
+            folder.end(time.monotonic())
         self._changed.notify_all()
 
-    def _listed(self, folder: _Folder, wait: float | None) -> None:
+    def _listed(self, folder: Folder, wait: float | None) -> None:
         """Wait until a folder is listed again; the caller holds the lock."""
         if wait is not None and (
             wait <= 0 or (self._now is folder and time.monotonic() - self._began > wait)
@@ -245,11 +239,11 @@ class Catalog:
             self._want(folder)  # a listing that took longer than the wait will hardly end within it
             return
         before = folder.num_listed
-        if self._now is not folder:
-            self._want(folder)
         self._num_waiting += 1
         self._changed.notify_all()  # wake a thread that rests
         try:
+            if self._now is not folder:
+                self._want(folder)
             self._changed.wait_for(lambda: folder.num_listed > before or self._is_closed, wait)
         finally:
             self._num_waiting -= 1
@@ -262,31 +256,35 @@ class Catalog:
                     return
                 folder = self._now = self._wanted.pop(0)
                 self._began = time.monotonic()
-            began, self._used = self._began, time.thread_time()
+            began, self._used, is_stopped = self._began, time.thread_time(), False
             try:
                 name = self._store.sums.folder(folder.fingerprint.digest)
                 self._store.attempt("read", partial(self._list, folder), False, name)
             except CancelledError:
-                pass
+                is_stopped = folder.must_list = True
             except Exception:  # or waiting threads would wait forever
                 _LOG.exception("%s was not listed", folder.fingerprint.folder)
             with self._changed:
-                folder.began, folder.ended = began, time.monotonic()
-                folder.num_listed += 1
                 self._now = None
+                if not is_stopped:
+                    folder.end(began)
+                elif self._num_waiting:  # a look-up that began to wait meanwhile
+                    self._wanted.append(folder)
                 self._changed.notify_all()
 
     def _rest(self) -> None:
         """Sleep after each slice of work, unless a thread waits for the listing."""
-        if self._is_closed:
-            raise CancelledError
         worked = time.thread_time() - self._used
         if worked >= _SLICE:
             with self._changed:
-                self._changed.wait_for(lambda: self._num_waiting or self._is_closed, _SHARE * worked)
+                self._changed.wait_for(
+                    lambda: self._num_waiting or self._is_closed or self._is_paused, _SHARE * worked
+                )
             self._used = time.thread_time()
+        if self._is_closed or (self._is_paused and not self._num_waiting):
+            raise CancelledError
 
-    def _list(self, folder: _Folder) -> bool:
+    def _list(self, folder: Folder) -> bool:
         """Update a folder's runs by a listing."""
         name = self._store.sums.folder(folder.fingerprint.digest)
         if not self._store.agrees(name):
@@ -334,7 +332,7 @@ class Catalog:
             folder.objects.tidy(self._store, entries, self._rest)
         return True
 
-    def _put_aside(self, folder: _Folder, name: str, doubtful: Mapping[Stored, str]) -> None:
+    def _put_aside(self, folder: Folder, name: str, doubtful: Mapping[Stored, str]) -> None:
         """Quarantine damaged objects, except those replaced after the listing, which are read again."""
         if not doubtful:
             return
@@ -354,7 +352,7 @@ class Catalog:
                     self._store.damaged(x.name, why)
 
     def _entries(
-        self, folder: _Folder, some: Sequence[Stored], doubtful: dict[Stored, str]
+        self, folder: Folder, some: Sequence[Stored], doubtful: dict[Stored, str]
     ) -> Iterator[Entry]:
         """Entries from the heads of runs that can be read; problems of the others are noted."""
         backend = self._store.connected()

@@ -104,6 +104,18 @@ class Run:
         sealed = b"".join((header, self.tokens or b"", *self.digests, self.checksums))
         return sealed + self.sums.checksum(sealed)
 
+    def part(self, pages: range) -> "Run":
+        """Run of some of the pages, without checksums."""
+        size, digests = 8 * self.page_size, (self.before, *self.digests)
+        return replace(
+            self,
+            first=self.first + pages.start * self.page_size,
+            before=digests[pages.start],
+            digests=digests[pages.start + 1 : pages.stop + 1],
+            tokens=None if self.tokens is None else self.tokens[pages.start * size : pages.stop * size],
+            checksums=b"",
+        )
+
     def with_checksums(self, data: memoryview) -> "Run":
         """Copy of this run with the checksums of its pages.
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvloom.store.fingerprint import Fingerprint
@@ -111,18 +112,21 @@ class Index:
                 i += self._follow(reached, runs[0][0], digests, i)
         for digest in prefixes.digests(sorted(end for end in self._single if start < end <= num_tokens)):
             reached.update(self._ends.get(digest, ()))
-        at = start
-        found: list[Segment] = []
-        while True:
-            name = max(
-                (name for name in reached if self.entries[name].first <= at),
-                key=reached.__getitem__,
-                default="",
-            )
-            if not name or reached[name] <= at:
+        return self._chain(reached, start)
+
+    def _chain(self, reached: dict[str, int], start: int) -> list[Segment]:
+        """Fewest segments of runs, given the end that each reaches, without a gap from ``start`` on."""
+        found, entries = list[Segment](), self.entries
+        at, best, end = start, None, start
+        for entry in sorted(map(entries.__getitem__, reached), key=attrgetter("first")):
+            if entry.first > at and best is not None:
+                found.append(Segment(best, at, end))
+                at, best = end, None
+            if entry.first > at:
                 return found
-            found.append(Segment(self.entries[name], at, reached[name]))
-            at = reached[name]
+            if reached[entry.name] > end:
+                best, end = entry, reached[entry.name]
+        return found if best is None else [*found, Segment(best, at, end)]
 
     def _follow(self, reached: dict[str, int], name: str, digests: Sequence[bytes], i: int) -> int:
         """Reach the end of a run that alone has the page before ``i``, if the text continues with all of it.
@@ -132,7 +136,7 @@ class Index:
         """
         entry = self.entries[name]
         rest = entry.digests[(reached[name] - entry.first) // entry.page_size :]
-        if digests[i : i + len(rest)] != rest:
+        if not rest or digests[i : i + len(rest)] != rest:
             return 0
         reached[name] = entry.first + len(entry.digests) * entry.page_size
         return len(rest)

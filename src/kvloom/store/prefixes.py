@@ -5,6 +5,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Final
 
 from kvloom.errors import ArgumentError
@@ -41,29 +42,53 @@ class Prefixes:
 
     def __init__(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> None:
         self._root = hashlib.sha256(b"kvloom prefix\0" + fingerprint + salt)
-        self._tokens = token_bytes(tokens)
+        self._tokens: bytes | bytearray = token_bytes(tokens)
         self._known = {0: self._root.digest()}  # finding, checking and saving need the same ends
         self._pages: dict[int, tuple[bytes, ...]] = {}
+        self._last = 0, self._root  # state of the hash at the furthest end so far
 
     def digests(self, ends: Iterable[int]) -> list[bytes]:
         """Digests of the first ``end`` tokens for each of ``ends``, which ascend; 32 bytes each."""
         known, wanted = self._known, list(ends)
         with suppress(KeyError):
             return [known[end] for end in wanted]
-        state, done = self._root.copy(), 0
+        done, last = self._last
+        done, state = (done, last.copy()) if done <= wanted[0] else (0, self._root.copy())
         for end in wanted:
             state.update(self._tokens[8 * done : 8 * end])
             done = end
             known[end] = state.digest()
+        if done > self._last[0]:
+            self._last = done, state
         return [known[end] for end in wanted]
 
     def pages(self, size: int, first: int, end: int) -> tuple[bytes, ...]:
         """Digests up to the end of each page of ``size`` tokens from token ``first`` to ``end``."""
-        if first % size:
+        if first % size or (first and size not in self._pages):
             return tuple(self.digests(range(first + size, end + 1, size)))
         if size not in self._pages:
             self._pages[size] = tuple(self.digests(range(size, len(self._tokens) // 8 + 1, size)))
         return self._pages[size][first // size : end // size]
+
+    def copy(self) -> "Prefixes":
+        """Another object of this text, which can be extended."""
+        other = copy(self)
+        other._tokens, other._known, other._pages = bytearray(self._tokens), self._known.copy(), {}
+        return other
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the end of the text; only of a ``copy``, since others may use the original.
+
+        Raises:
+            ArgumentError: as ``token_bytes``.
+        """
+        self._tokens += token_bytes(tokens)
+        self._pages.clear()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the text."""
+        return len(self._tokens) // 8
 
     def is_of(self, other: "Prefixes") -> bool:
         """Whether ``other`` has the same text, fingerprint and salt."""
@@ -84,7 +109,7 @@ class Prefixes:
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """``token_bytes`` of the tokens from ``start`` to ``end``."""
-        return self._tokens[8 * start : 8 * end]
+        return bytes(self._tokens[8 * start : 8 * end])
 
 
 class LastTexts:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
+from kvloom.store.threads import started
+
 _IDLE_SECONDS: Final = 1.0
 """Seconds after which an idle thread ends."""
 _Result = TypeVar("_Result")
@@ -30,32 +32,43 @@ class Readers:
         return self._num_open >= self.most
 
     def submit(self, call: Callable[[], _Result]) -> "Future[_Result]":
-        """Run a call in a thread. A call that has not begun can be cancelled."""
+        """Run a call in a thread, or at once if the system has none left.
+
+        A call that has not begun can be cancelled.
+        """
         future: Future[_Result] = Future()
         with self._lock:
             self._num_open += 1
             self._calls.put((future, call))  # type: ignore[arg-type]
             is_short = self._num_threads < min(self.most, self._num_open)
             self._num_threads += is_short
-        if is_short:
-            threading.Thread(target=self._run, name="kvloom-read", daemon=True).start()
+        if is_short and started(self._run, "kvloom-read") is None:
+            with self._lock:
+                self._num_threads -= 1
+                is_alone = not self._num_threads
+            if is_alone:
+                self._next(0.0)
         return future
 
     def _run(self) -> None:
         while True:
-            try:
-                future, call = self._calls.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
+            if not self._next(_IDLE_SECONDS):
                 with self._lock:
                     if self._calls.empty():
                         self._num_threads -= 1
                         return
-                continue
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:  # raised in the waiting thread
-                    future.set_exception(error)
-            with self._lock:
-                self._num_open -= 1
-            del future, call
+
+    def _next(self, timeout: float) -> bool:
+        """Make the next call; returns whether there was one within ``timeout`` seconds."""
+        try:
+            future, call = self._calls.get(timeout=timeout)
+        except queue.Empty:
+            return False
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised in the waiting thread
+                future.set_exception(error)
+        with self._lock:
+            self._num_open -= 1
+        return True

@@ -13,6 +13,8 @@ from kvloom.store.sums import Sums
 
 _UNSEEN: Final = 64
 """Divisor of a limit: a process lists the store again after writing that part of it."""
+_MOST_OTHERS: Final = 16
+"""Largest number of processes that are expected to write as much as this one."""
 _AGE_SECONDS: Final = 10.0
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -48,6 +50,7 @@ class Room:
         self._lasting: set[tuple[str, int]] = set()  # names and sizes of objects that cannot be evicted
         self._lock = threading.RLock()
         self._num_bytes = self._num_written = 0
+        self._rate = 0.0  # bytes that others wrote for each byte of this process, between the last listings
         self._listed = float("-inf")
         self._took = 0.0
 
@@ -64,11 +67,12 @@ class Room:
             return True
         with self._lock:
             self._learn(nbytes)
-            if limit is not None and self._num_bytes + nbytes <= limit:
+            unseen = round(self._rate * (self._num_written + nbytes))
+            if limit is not None and self._num_bytes + nbytes + unseen <= limit:
                 limit = None
             elif limit is not None:
                 slack = limit // 16  # so that not every write scans all objects
-                limit = max(limit - nbytes - (slack if slack > 4 * nbytes else 0), 0)
+                limit = max(limit - nbytes - unseen - (slack if slack > 4 * nbytes else 0), 0)
             self._evict(limit, self._max_age)
         return True
 
@@ -115,12 +119,15 @@ class Room:
             return
         began = time.monotonic()
         objects, known = list(self._connected().list_stored()), self._objects
+        own, unseen = self._num_written, 0
         self._objects = {}
         self._num_bytes = self._num_written = 0
         for x in objects:
             if kind_of(x.name) is not None:
+                unseen += 0 if x.name in known else x.size
                 used = known[x.name].used if x.name in known else x.used  # maybe not yet recorded
                 self._add(x._replace(used=max(x.used, used)))
+        self._rate = min(unseen / own, _MOST_OTHERS) if own else self._rate
         self._listed = time.monotonic()
         self._took = self._listed - began
 

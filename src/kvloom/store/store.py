@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -15,7 +16,7 @@ from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.index import Segment
 from kvloom.store.patience import Patience
-from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest, token_bytes
+from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest
 from kvloom.store.probe import Probe
 from kvloom.store.sums import PLAIN, Sums
 from kvloom.store.tier import Piece, Tier
@@ -77,12 +78,8 @@ class KVStore:
             raise ArgumentError(f"store must be one URL or more, got {len(urls)} arguments")
         if read not in ("cheaper", "always"):
             raise ArgumentError(f"read must be 'cheaper' or 'always', got {read!r}")
-        for name, limit in (
-            ("max_bytes", max_bytes),
-            ("max_age", max_age),
-            ("max_queued", max_queued),
-            ("max_wait", max_wait),
-        ):
+        given = {"max_bytes": max_bytes, "max_age": max_age, "max_queued": max_queued, "max_wait": max_wait}
+        for name, limit in given.items():
             if limit is not None and not limit >= 0:
                 raise ArgumentError(f"{name} must be at least 0, got {limit!r}")
         if mode not in _MODES:
@@ -293,12 +290,30 @@ class KVStore:
         Returns:
             Whether there was room in the queue.
         """
-        digest = salt_digest(salt)
-        ends = range(first, len(tokens) + 1, page_size)
-        before, *digests = self.prefixes(fingerprint, salt, tokens).digests(ends)
-        text = token_bytes(tokens[first:]) if self.keep_text else None
-        run = Run(fingerprint, digest, first, page_size, before, tuple(digests), text, sums=self._sums)
-        return self._put(run, data, self.tiers)
+        prefixes = self.prefixes(fingerprint, salt, tokens)
+        return self.save_part(fingerprint, salt, prefixes, first, len(tokens), page_size, data)
+
+    def save_part(
+        self,
+        fingerprint: Fingerprint,
+        salt: str,
+        prefixes: Prefixes,
+        first: int,
+        end: int,
+        page_size: int,
+        data: bytearray,
+    ) -> bool:
+        """``save`` the tokens from ``first`` to ``end`` of a text whose digests are known."""
+        before, *digests = prefixes.digests(range(first, end + 1, page_size))
+        text = prefixes.token_bytes(first, end) if self.keep_text else None
+        own = salt_digest(salt), first, page_size, before, tuple(digests), text
+        return self._put(Run(fingerprint, *own, sums=self._sums), data, self.tiers)
+
+    @property
+    def num_lost(self) -> int:
+        """Number of times that something was not written, or was found damaged."""
+        names = "refused", "write_errors", "damaged"
+        return self.counts["runs_dropped"] + sum(tier.counts[x] for tier in self.tiers for x in names)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``save`` would accept ``nbytes`` bytes now."""
@@ -324,6 +339,8 @@ class KVStore:
         Returns:
             Whether everything is written.
         """
+        for tier in self.tiers:
+            tier.pause()
         return self._writer.close(timeout)
 
     def report(self) -> dict[str, Any]:
@@ -344,21 +361,8 @@ class KVStore:
 
     def _promote(self, piece: Piece, tiers: Sequence[Tier]) -> None:
         """Copy pages from a later store to the earlier ones."""
-        run, pages = piece.run, piece.segment.pages
-        size = run.page_size * 8
-        text = None if run.tokens is None else run.tokens[pages.start * size : pages.stop * size]
-        digests = (run.before, *run.digests)
-        part = Run(
-            run.fingerprint,
-            run.salt,
-            run.first + pages.start * run.page_size,
-            run.page_size,
-            digests[pages.start],
-            digests[pages.start + 1 : pages.stop + 1],
-            text,
-            sums=self._sums,
-        )
-        self._put(part, piece.data[piece.start :], tiers)
+        part = piece.run.part(piece.segment.pages)
+        self._put(replace(part, sums=self._sums), piece.data[piece.start :], tiers)
 
     def _put(self, run: Run, data: bytearray | memoryview, tiers: Sequence[Tier]) -> bool:
         # Not in the thread: a page's checksum holds Python's lock, and would delay steps.

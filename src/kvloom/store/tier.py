@@ -264,6 +264,10 @@ class Tier:
             self._warn(f"{way} {bool(where)}", message, f"{self.name}{where}", verb, error)
             return default
 
+    def pause(self) -> None:
+        """List the store no more unless a look-up waits for that."""
+        self.catalog.pause()
+
     def close(self, timeout: float) -> None:
         """Start no more background reads."""
         self.catalog.close(timeout)

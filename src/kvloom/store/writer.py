@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvloom.store.format import Run
+from kvloom.store.threads import started
 from kvloom.store.tier import Tier
 
 _LOG: Final = logging.getLogger("kvloom.store")
@@ -54,16 +55,16 @@ class Writer:
         return not self._is_closed and self._num_bytes + nbytes <= self._max_queued
 
     def put(self, write: Write) -> bool:
-        """Queue a run, if there is room; returns whether there was."""
+        """Queue a run; returns false if there is no room, or no thread to write it."""
         with self._changed:
             if not self.has_room(len(write.data)):
+                return False
+            self._thread = self._thread or started(self._run, "kvloom-store")
+            if self._thread is None:
                 return False
             self._queue.append(write)
             self._num_bytes += len(write.data)
             self._digests.update(write.run.digests)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvloom-store", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
         return True
 

@@ -15,7 +15,7 @@ from kvloom import ops
 from kvloom.caches import CacheFormat
 from kvloom.integrations.transformers.batching.agent_sessions import AgentSessions, turn_of
 from kvloom.integrations.transformers.batching.groups import Limits, make_groups
-from kvloom.integrations.transformers.batching.held import Held, most_findable, page_map_of, salt_of
+from kvloom.integrations.transformers.batching.held import Held, Text, most_findable, page_map_of, salt_of
 from kvloom.integrations.transformers.batching.plan import Begun, StepPlan
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.batching.recurrent import MixerCalls, copied, expect_apart
@@ -240,7 +240,7 @@ class BatchCache(CacheOfMixers):
             held = self._held.get(state.request_id)
             if held is None or not complete_blocks:
                 return
-            tokens = (state.initial_tokens + state.generated_tokens)[: state.current_len()]
+            tokens = Text(state.initial_tokens, state.generated_tokens, state.current_len())
             self.prefixes.publish(held, tokens)
 
     def prepare_fork_request(
