@@ -29,6 +29,7 @@ from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.states import specs_of, states_of
 from kvloom.integrations.transformers.tensor_state import bytes_sum
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.trials import undisturbed
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
 from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
@@ -282,14 +283,8 @@ def _run(model: Any, format: CacheFormat, num_tokens: int) -> KVCache:
     cache = KVCache(make_layers(model, replace(format, max_tokens=None)))
     size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, num_tokens + 1, device=model.device)[None] * 7919 % size
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()  # no random dropout
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens, use_cache=True, **as_argument(model, cache))
-    finally:
-        for module in was_training:
-            module.training = True
+    with undisturbed(model):
+        model(input_ids=tokens, use_cache=True, **as_argument(model, cache))
     return cache
 
 

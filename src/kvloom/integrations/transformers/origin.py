@@ -30,6 +30,7 @@ _OF_LIBRARY: Final = "transformers.models."
 _CHANGED: Final = "the model changed while they were computed"
 _READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
 _UNSEEN: Final = "the model did not compute them, or did so where no pool sees it, as when it is compiled"
+_LOST: Final = "the last picture was removed, by which positions of all tokens of its forward were counted"
 _ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
 
 
@@ -53,6 +54,7 @@ class Origin:
         salt: As above.
         contents: As above.
         state: As above.
+        counted: Placeholders of pictures on which positions of later tokens depend.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Origin:
         salt: str,
         contents: Sequence[str],
         state: str,
+        counted: frozenset[int] = frozenset(),
     ) -> None:
+        self._counted = counted
         self._watch, self._rope, self._has_placeholders = watch, rope, has_placeholders
         self.salt, self.contents = salt, list(contents)
         self.state, self.frequencies = state, ""
@@ -113,6 +117,8 @@ class Origin:
             raise ArgumentError(
                 f"cache must be of a pool of this {type(module).__name__}, got one of another model's pool"
             )
+        if is_outermost and past > min(begins, default=0) and inputs.get("position_ids") is None:
+            self._expect_no_pictures(inputs.get("input_ids"))
         if is_outermost and any(begins):
             expect_mask_of_padding(inputs.get("attention_mask"), begins, end)
         if not all(self.contents):
@@ -139,6 +145,16 @@ class Origin:
             self.refusal = "they were computed in training mode"
         if self._rope is not None:
             self._note_frequencies(past <= padding, self._rope.frequencies(end - padding))
+
+    def _expect_no_pictures(self, input_ids: Any) -> None:
+        """Raise ArgumentError if new tokens have pictures, whose positions depend on those before them."""
+        if self._counted and isinstance(input_ids, Tensor):
+            found = self._counted & set(input_ids.flatten().tolist())
+            if found:
+                raise ArgumentError(
+                    f"position_ids must be given for pictures after the first tokens of a text, as generate "
+                    f"makes them of the whole text, got none for token {min(found)}"
+                )
 
     def _expect_tokens_alone(
         self,
@@ -247,6 +263,7 @@ class PoolCache(KVCache):
         super().crop(tokens_to_remove)
         if self.origin is not None:
             self.origin.num_seen = min(self.origin.num_seen, int(self.get_seq_length()))
+            self.origin.refusal = self.origin.refusal or (_LOST if self.remembered.is_lost else "")
         if self.grid is not None:
             self.grid.versions = None
             self.grid.truncate(int(self.get_seq_length()))

@@ -26,6 +26,7 @@ from kvloom.integrations.transformers.bit_plan import config_digest
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.trials import undisturbed
 
 _LOG: Final = logging.getLogger("kvloom")
 _LENGTHS: Final = (40, 23, 5)
@@ -64,7 +65,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
     if any(x.device.type == "meta" for x in model.parameters()):
         _LOG.info("sessions of %s are not checked: it has no weights", name)
         return
-    with torch.no_grad(), _as_it_was(model):
+    with undisturbed(model), _own_attention(model):
         prompts = _prompts(model)
         try:
             texts, found = _in_session(model, prompts)
@@ -206,17 +207,14 @@ def _changed_embeddings(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_was(model: Any) -> Iterator[None]:
-    """Context that restores the attention and the training mode of all parts of a model at its end."""
+def _own_attention(model: Any) -> Iterator[None]:
+    """Context that restores the attention of all parts of a model at its end."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = [part.config for part in parts]
     configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
     before = [(config, config._attn_implementation) for config in configs if config is not None]
-    training = [module for module in model.modules() if module.training]
     try:
         yield
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
-        for module in training:
-            module.training = True
