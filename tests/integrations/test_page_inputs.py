@@ -11,9 +11,11 @@ from integrations.test_page_identity import TEXT, pool_of
 from integrations.test_pool import ask, text
 from oracles.changes import ScaledLlama, peft_model
 from oracles.language_models import make_model
+from oracles.stateful_models import stateful_model
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import KVPool, content_of
 
 BESIDE: dict[str, Any] = {
     "is_causal": lambda model: {"is_causal": False},
@@ -47,6 +49,32 @@ def test_options_of_what_a_forward_returns_are_no_content() -> None:
         with torch.no_grad():
             model(TEXT[:, found:], past_key_values=cache, is_causal=True, logits_to_keep=1, **options)
         pool.commit(cache, TEXT)
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, {}, [], (), {"image": None}, {"image": {}, "video": []}, [None], torch.zeros(0, 3, 8)]
+)
+def test_an_empty_input_is_none(nothing: Any) -> None:
+    """As what ``generate`` of transformers 5.24 gives models that see for a text without pictures."""
+    assert content_of({"input_ids": TEXT, "mm_encoder_outputs": nothing}) == ""
+    assert content_of({"x": TEXT, "mm_encoder_outputs": nothing}) == content_of({"x": TEXT})
+    text = TEXT % 99
+    for model in (make_model(), stateful_model("qwen3_next")):
+        pool = KVPool.for_model(model, page_size=4, max_tokens=400, state_interval=4)
+        for found in (0, 20):
+            cache = pool.begin(text)
+            assert cache.get_seq_length() == found
+            with torch.no_grad():
+                model(text[:, found:], past_key_values=cache, mm_encoder_outputs=nothing)
+            pool.commit(cache, text)
+
+
+@pytest.mark.parametrize("something", [{"image": torch.ones(1)}, [0], {"image": {"x": 1}}, "", 0, [False]])
+def test_an_input_that_is_not_empty_is_content(something: Any) -> None:
+    assert content_of({"mm_encoder_outputs": something}) != ""
+    model = make_model()
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^mm_encoder_outputs must be left out"):
+        model(TEXT, past_key_values=pool_of(model).begin(TEXT), mm_encoder_outputs=something)
 
 
 def test_adapters_of_each_row_are_content() -> None:
