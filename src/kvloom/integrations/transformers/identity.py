@@ -21,6 +21,7 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.context import context_of
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.legacy import legacy_pairs
 from kvloom.integrations.transformers.module_reader import behavior_digest
@@ -87,14 +88,14 @@ def identify(model: Any, format: CacheFormat, states: "PoolStates | None" = None
     began = time.perf_counter()
     cache = _run(model, format, _TIMED)
     seconds = (time.perf_counter() - began) / _TIMED
-    weights, fingerprints = weights_digest(model.state_dict()), []
+    weights, context, fingerprints = weights_digest(model.state_dict()), context_of(model).text(), []
     others = _differing_layers(format, cache) if len(cache.sequences) > 1 else ""
     for group in cache.sequences:
         attention = ("full" if group.window is None else f"window of {group.window}") + others
         attention += "" if states is None else f", in pieces of {states.interval} tokens"
         kept = layers_of(group.storages), rotation_of(group.storages)
         recent, smoothing = format.recent or 0, smoothing_digest(group.storages)
-        fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing))
+        fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing, context))
     for group, fingerprint in zip(cache.sequences, [*fingerprints], strict=True):
         if group.residual is not None:
             attention = f"residual window of {fingerprint.digest.hex()}"
@@ -167,17 +168,19 @@ def _difference(mine: Mapping[str, Tensor], theirs: bytes) -> str:
 
 
 def model_digest(model: Any) -> str:
-    """A digest of weights, other buffers, configuration and behavior; the same in every process.
+    """A digest of weights, other buffers, configuration, behavior and settings; the same in every process.
 
     Raises:
         UnsupportedError: a weight is no tensor in memory.
     """
-    parts = (
+    parts = [
         _config_digest(model),
         weights_digest(model.state_dict() | _other_buffers(model)),
         behavior_digest(model),
         str(model.dtype),
-    )
+    ]
+    if context := context_of(model).text():
+        parts.append(context)
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
@@ -189,6 +192,7 @@ def fingerprint_with(
     rotation: str = "none",
     recent: int = 0,
     smoothing: str = "",
+    context: str = "",
 ) -> Fingerprint:
     """The fingerprint of a model; its weights need not be in memory.
 
@@ -200,6 +204,7 @@ def fingerprint_with(
         rotation: Which of keys and values are rotated, one of ``ROTATIONS``.
         recent: Residual window.
         smoothing: Digest of the smoothing of keys.
+        context: Settings of torch in which the model computes, as ``Context.text``.
     """
     config = text_config_of(model)
     rope = {name: getattr(config, name) for name in _ROPE if getattr(config, name, None) is not None}
@@ -214,6 +219,7 @@ def fingerprint_with(
         behavior=behavior_digest(model),
         recent=recent,
         smoothing=smoothing,
+        context=context,
     )
 
 

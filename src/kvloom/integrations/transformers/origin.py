@@ -87,7 +87,7 @@ class Origin:
 
     def refuses(self) -> str:
         """Why nobody may find the pages now; empty if they may be found."""
-        return self.refusal or (_CHANGED if self._watch.state() != self.state else "")
+        return self.refusal or ("" if self._watch.is_unchanged_since(self.state) else _CHANGED)
 
     def of_rows(self, rows: Sequence[int]) -> "Origin":
         """The origin of a cache of the selected rows."""
@@ -135,7 +135,8 @@ class Origin:
             elif past <= self.num_found:
                 raise StateError(
                     f"the model must be unchanged since {past} tokens of the cache were found: begin again "
-                    f"after a change of weights, adapters, hooks or attributes"
+                    f"after a change of weights, adapters, hooks, attributes or settings of torch, and in "
+                    f"the torch.autocast of its forwards"
                 )
             else:
                 self.refusal = _CHANGED

@@ -288,7 +288,8 @@ class KVPool(Recorder):
                 f"salt must be that with which the cache began, {origin.salt!r}, got {salt!r}"
             )
         cache.expect_whole()
-        if refusal := cache.refuses():
+        why = "" if self._store is None else self._bound().why_unidentified(origin.state)
+        if refusal := cache.refuses() or why:
             if refusal not in self._logged:
                 self._logged.add(refusal)
                 _LOG.warning("pages of a cache are not shared: %s", refusal)

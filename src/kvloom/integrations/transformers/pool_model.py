@@ -120,6 +120,11 @@ class PoolModel:
             self._identities[state] = identify(self.watch.model, format, states)
         return self._identities[state]
 
+    def why_unidentified(self, state: str) -> str:
+        """Why a store cannot be told of pages that were computed in a state; empty if it can."""
+        is_present = state in self._identities or state == self.watch.state()
+        return "" if is_present else "settings of torch, such as autocast, are others now: commit within them"
+
     def layers(self) -> dict[str, Any]:
         """Changes of the model's layers, as ``LayerReport.summary``."""
         return report_layers(self.watch.model).summary()

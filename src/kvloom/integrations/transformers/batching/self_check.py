@@ -23,6 +23,7 @@ from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.manager import BatchingManager
 from kvloom.integrations.transformers.batching.sizes import windows_of
 from kvloom.integrations.transformers.bit_plan import config_digest
+from kvloom.integrations.transformers.context import float32_precision
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.text_config import text_config_of
@@ -81,7 +82,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
         if not all(_is_defined(rows) for rows in plain):
             _LOG.info("sessions of %s are not checked: its logits are not finite", name)
             return
-        measured, allowed = distance_of(found, plain), _epsilon(model.dtype) ** 0.5
+        measured, allowed = distance_of(found, plain), _epsilon(model.dtype, model.device) ** 0.5
         if not measured <= allowed:
             with _changed_embeddings(model):
                 changed = [_alone(model, text) for text in texts]
@@ -185,10 +186,10 @@ def distance_of(found: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
     return float(max(median(rows) for rows in zip(*distances, strict=True)))
 
 
-def _epsilon(dtype: torch.dtype) -> float:
+def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
     """Epsilon of products in a dtype; torch may compute those of float32 in lower precision."""
-    less = {"high": 2**-10, "medium": 2**-7}
-    return max(torch.finfo(dtype).eps, less.get(torch.get_float32_matmul_precision(), 0.0))
+    less = {"tf32": 2**-10, "bf16": 2**-7}
+    return max(torch.finfo(dtype).eps, less.get(float32_precision(device.type), 0.0))
 
 
 @contextmanager
