@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from integrations.batching.test_self_check import kosmos
 from integrations.test_page_identity import TEXT, pool_of
 from integrations.test_pool import ask, text
 from oracles.changes import ScaledLlama, peft_model
 from oracles.language_models import make_model
 from oracles.stateful_models import stateful_model
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVPool, content_of
@@ -260,3 +269,35 @@ def test_rows_share_within_the_frequencies_of_their_batch(make: Any) -> None:
                     torch.testing.assert_close(own[row > 0], want[row > 0], rtol=1e-4, atol=1e-4)
                 pool.commit(cache, tokens)
     assert pool.begin(ids[1:, 40:]).get_seq_length() == 16
+
+
+def test_a_model_that_counts_positions_otherwise_finds_those_of_generate() -> None:
+    """RoBERTa's position of the first token is behind the number of the padding token, unless it is given."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = RobertaForCausalLM(RobertaConfig(vocab_size=99, is_decoder=True, **sizes)).eval()
+    pool, ids = KVPool.for_model(model, page_size=4, max_tokens=400), TEXT % 90 + 5
+    cache = pool.begin(ids)
+    with (
+        torch.no_grad(),
+        pytest.raises(ArgumentError, match=r"^position_ids must be given, as generate does"),
+    ):
+        model(ids, past_key_values=cache)
+    for found in (0, 20):
+        cache = pool.begin(ids)
+        assert cache.get_seq_length() == found
+        pool.commit(cache, model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=1))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Kosmos2_5Config"), reason="this version has no Kosmos-2.5")
+def test_positions_that_generate_leaves_out_are_refused() -> None:
+    model = kosmos()
+    pool, ids = KVPool.for_model(model, page_size=4, max_tokens=400), TEXT % 90 + 5
+    cache = pool.begin(ids)
+    positions = torch.arange(22)[None]
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^position_ids must be left out, as generate"):
+        model(ids, position_ids=positions, past_key_values=cache)
+    for found in (0, 20):
+        cache = pool.begin(ids)
+        assert cache.get_seq_length() == found
+        pool.commit(cache, model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=1))

@@ -42,6 +42,8 @@ class Origin:
         contents: Digest of the content of placeholder tokens in each row; empty for tokens alone.
         state: State of the model when the tokens were found or computed.
         frequencies: Name of the RoPE frequencies of all its tokens.
+        gives_positions: Whether forwards must be given positions, as by ``generate``, since the model counts
+            otherwise where none are given; false if they must be given none, ``None`` if either is the same.
         num_found: Columns of the found tokens, padding in front of them included.
         num_seen: Columns that were found, or computed by the model in forwards that were seen.
         num_shared: Number of pages of each row that are shared with a known text.
@@ -73,6 +75,7 @@ class Origin:
         self.state, self.frequencies = state, ""
         self.num_found = self.num_seen = 0
         self.num_shared = [0] * len(contents)
+        self.gives_positions: bool | None = None
         self.refusal = ""
         self.depth = 0  # number of nested forwards that run
         self._is_wrapped = False  # whether the outermost one may change the model, as of a PeftModel does
@@ -168,6 +171,12 @@ class Origin:
         if is_outermost:
             kind: Any = type(module)
             name = input_beside_tokens(inputs, past, begins, self._has_placeholders, _parameters(kind))
+            is_given = inputs.get("position_ids") is not None
+            if name is None and self.gives_positions not in (None, is_given):
+                raise ArgumentError(
+                    f"position_ids must be {'left out' if is_given else 'given'}, as generate does, since "
+                    f"{type(module).__name__} counts positions otherwise where none are given"
+                )
         else:
             is_default = positions_are_default(inputs.get("position_ids"), past, begins)
             name = None if is_default else "position_ids"

@@ -24,6 +24,7 @@ from kvloom.integrations.transformers.invariance import (
 from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
+from kvloom.integrations.transformers.positions import gives_positions
 from kvloom.integrations.transformers.remembered import memory_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.text_config import text_config_of, why_cuts_matter
@@ -62,6 +63,7 @@ class PoolModel:
         self._rope = dynamic_rope(model)
         self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
         self.memory = memory_of(model)
+        self._gives_positions = gives_positions(model)
         self._identities: dict[str, Identity] = {}
 
     @property
@@ -95,6 +97,7 @@ class PoolModel:
         contents = expect_content(self.placeholders, rows, content)
         has_pictures, state = bool(self.placeholders), self.watch.state()
         origin = Origin(self.watch, self._rope, has_pictures, salt, contents, state, self.counted)
+        origin.gives_positions = self._gives_positions
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
         if frequencies is None:
             origin.refusal = "frequencies of RoPE are those of this length of text alone"

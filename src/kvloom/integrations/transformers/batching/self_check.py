@@ -6,7 +6,6 @@ that ignores the session's, others need a mask that a session does not have.
 Shapes: K rows of logits of a request, V tokens of the vocabulary.
 """
 
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,11 +38,22 @@ _NEW: Final = 2
 _ROUNDINGS: Final = 8
 """Allowed multiple of the change by one rounding of the embeddings. In float32, float16 and bfloat16, 80
 families and models of 80 layers that sessions support differ by twice it at most, others by 25 times."""
+_ONE: Final = GenerationConfig(
+    max_new_tokens=1,
+    do_sample=False,
+    num_beams=1,
+    use_cache=False,
+    eos_token_id=-1,
+    pad_token_id=0,
+    output_logits=True,
+    return_dict_in_generate=True,
+)
+"""What ``_alone`` asks of ``generate``."""
 _served: set[tuple[Any, ...]] = set()
 
 
 def expect_same_logits(model: PreTrainedModel) -> None:
-    """Raise unless a session of a model computes the logits of plain forwards; once for each configuration.
+    """Raise unless a session of a model computes the logits of ``generate``; once for each configuration.
 
     The distance of two rows of logits is the norm of their difference divided by the norm of the row of the
     plain forward. The median over requests is taken, after prompts and after a decode step, since rounding
@@ -149,17 +159,20 @@ def _in_session(model: Any, prompts: Sequence[list[int]]) -> tuple[list[list[int
 
 
 def _alone(model: Any, text: Sequence[int]) -> Tensor:
-    """Logits ``[K, V]`` of a plain forward, after the prompt of a text and after all of it."""
-    ids = torch.tensor([text], device=model.device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]
-    logits: Tensor = model(**inputs).logits[0, -_NEW:]
-    return logits
+    """Logits ``[K, V]`` of ``generate``, after the prompt of a text and after all of it.
+
+    It alone knows what a model is given beside tokens: some models count positions themselves, not from 0.
+    """
+    rows = []
+    for end in range(len(text) - _NEW + 1, len(text) + 1):
+        ids = torch.tensor([text[:end]], device=model.device)
+        made = model.generate(ids, _ONE, attention_mask=torch.ones_like(ids))
+        rows.append(made.logits[0][0])
+    return torch.stack(rows)
 
 
 def _expect_forward(model: Any, text: Sequence[int], error: Exception) -> None:
-    """Raise UnsupportedError if a plain forward of a text fails, too."""
+    """Raise UnsupportedError if ``generate`` fails with a text, too."""
     try:
         model.set_attn_implementation("eager")
         _alone(model, text)
