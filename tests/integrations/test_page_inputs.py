@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from integrations.batching.test_self_check import kosmos
 from integrations.test_page_identity import TEXT, pool_of
 from integrations.test_pool import ask, text
 from oracles.changes import ScaledLlama, peft_model
 from oracles.language_models import make_model
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from oracles.stateful_models import stateful_model
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import KVPool, content_of
 
 BESIDE: dict[str, Any] = {
     "is_causal": lambda model: {"is_causal": False},
@@ -47,6 +58,32 @@ def test_options_of_what_a_forward_returns_are_no_content() -> None:
         with torch.no_grad():
             model(TEXT[:, found:], past_key_values=cache, is_causal=True, logits_to_keep=1, **options)
         pool.commit(cache, TEXT)
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, {}, [], (), {"image": None}, {"image": {}, "video": []}, [None], torch.zeros(0, 3, 8)]
+)
+def test_an_empty_input_is_none(nothing: Any) -> None:
+    """As what ``generate`` of transformers 5.24 gives models that see for a text without pictures."""
+    assert content_of({"input_ids": TEXT, "mm_encoder_outputs": nothing}) == ""
+    assert content_of({"x": TEXT, "mm_encoder_outputs": nothing}) == content_of({"x": TEXT})
+    text = TEXT % 99
+    for model in (make_model(), stateful_model("qwen3_next")):
+        pool = KVPool.for_model(model, page_size=4, max_tokens=400, state_interval=4)
+        for found in (0, 20):
+            cache = pool.begin(text)
+            assert cache.get_seq_length() == found
+            with torch.no_grad():
+                model(text[:, found:], past_key_values=cache, mm_encoder_outputs=nothing)
+            pool.commit(cache, text)
+
+
+@pytest.mark.parametrize("something", [{"image": torch.ones(1)}, [0], {"image": {"x": 1}}, "", 0, [False]])
+def test_an_input_that_is_not_empty_is_content(something: Any) -> None:
+    assert content_of({"mm_encoder_outputs": something}) != ""
+    model = make_model()
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^mm_encoder_outputs must be left out"):
+        model(TEXT, past_key_values=pool_of(model).begin(TEXT), mm_encoder_outputs=something)
 
 
 def test_adapters_of_each_row_are_content() -> None:
@@ -232,3 +269,35 @@ def test_rows_share_within_the_frequencies_of_their_batch(make: Any) -> None:
                     torch.testing.assert_close(own[row > 0], want[row > 0], rtol=1e-4, atol=1e-4)
                 pool.commit(cache, tokens)
     assert pool.begin(ids[1:, 40:]).get_seq_length() == 16
+
+
+def test_a_model_that_counts_positions_otherwise_finds_those_of_generate() -> None:
+    """RoBERTa's position of the first token is behind the number of the padding token, unless it is given."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = RobertaForCausalLM(RobertaConfig(vocab_size=99, is_decoder=True, **sizes)).eval()
+    pool, ids = KVPool.for_model(model, page_size=4, max_tokens=400), TEXT % 90 + 5
+    cache = pool.begin(ids)
+    with (
+        torch.no_grad(),
+        pytest.raises(ArgumentError, match=r"^position_ids must be given, as generate does"),
+    ):
+        model(ids, past_key_values=cache)
+    for found in (0, 20):
+        cache = pool.begin(ids)
+        assert cache.get_seq_length() == found
+        pool.commit(cache, model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=1))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Kosmos2_5Config"), reason="this version has no Kosmos-2.5")
+def test_positions_that_generate_leaves_out_are_refused() -> None:
+    model = kosmos()
+    pool, ids = KVPool.for_model(model, page_size=4, max_tokens=400), TEXT % 90 + 5
+    cache = pool.begin(ids)
+    positions = torch.arange(22)[None]
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^position_ids must be left out, as generate"):
+        model(ids, position_ids=positions, past_key_values=cache)
+    for found in (0, 20):
+        cache = pool.begin(ids)
+        assert cache.get_seq_length() == found
+        pool.commit(cache, model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=1))

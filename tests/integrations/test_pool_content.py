@@ -36,11 +36,6 @@ def test_a_picture_finds_its_own_pages_alone(name: str) -> None:
         assert found == ((length - 1) // 4 * 4 if is_known else 0)
         if found:  # the picture is among what was found
             inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        if (
-            name == "Qwen2.5-VL" and found
-        ):  # its positions are those of the last picture, which transformers keeps
-            model.model.rope_deltas = None
-            continue
         out = answer(model, inputs, cache)
         pool.commit(cache, out)
         assert torch.equal(out, alone)

@@ -352,3 +352,15 @@ def test_a_sample_of_a_device_is_spread_over_each_tensor(dtype: torch.dtype) -> 
         assert sample_on_devices(tensors) != before
         tensor[part] = 0
     assert sample_on_devices(tensors) == before
+
+
+def test_an_unchanged_model_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reads = make_model(), []
+    read = ModelWatch._read
+    monkeypatch.setattr(ModelWatch, "_read", lambda watch: (reads.append(watch), read(watch)))
+    watch = ModelWatch(model)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):  # a setting of torch is no reason to read a model
+            assert watch.state() == watch.quick_state() != ""
+        assert watch.state() == watch.quick_state() == ""
+    assert len(reads) == 1

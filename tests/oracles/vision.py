@@ -270,9 +270,6 @@ def stock_answer(
 ) -> tuple[list[str], list[float], int]:
     """What ``generate`` says with a stock cache: tokens, their log probabilities, tokens of the prompt."""
     inputs = _inputs(parts, content)
-    for module in parts.model.modules():
-        if hasattr(module, "rope_deltas"):
-            module.rope_deltas = None
     out = parts.model.generate(
         **inputs,
         past_key_values=DynamicCache(config=parts.model.config.get_text_config()),

@@ -23,6 +23,7 @@ OTHERS: dict[str, Any] = {
     "rotation": "keys",
     "behavior": "other",
     "smoothing": "other",
+    "context": "other",
     "recent": 64,
     "head_dim": 8,
     "bits": 4,

@@ -103,9 +103,6 @@ def _begun(pool: KVPool, prompt: PicturePrompt, salt: str) -> Any:
 
 def _generated(model: Any, prompt: PicturePrompt, cache: Any, **options: Any) -> Any:
     """Result of ``generate`` with a cache that ``_begun`` made, or with an empty one."""
-    for module in model.modules():
-        if getattr(module, "rope_deltas", None) is not None:
-            module.rope_deltas = None  # of another text; it would change positions after a prefix
     ids = torch.tensor([prompt.tokens], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE_ARGUMENT: cache}
     for name, value in prompt.inputs_behind(int(cache.get_seq_length())).items():

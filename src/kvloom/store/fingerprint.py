@@ -12,8 +12,18 @@ from kvloom.errors import ConfigError, UnsupportedError
 
 __all__ = ["Fingerprint", "LayerFormat", "SideFormat", "rotation_in"]
 
-_TEXTS: Final = ("config", "weights", "dtype", "rope", "attention", "rotation", "behavior", "smoothing")
-_LATER: Final = ("behavior", "recent", "smoothing")
+_LATER: Final = ("behavior", "recent", "smoothing", "context")
+_TEXTS: Final = (
+    "config",
+    "weights",
+    "dtype",
+    "rope",
+    "attention",
+    "rotation",
+    "behavior",
+    "smoothing",
+    "context",
+)
 LayerFormat = Entry
 """Format of a layer's tokens."""
 
@@ -34,6 +44,7 @@ class Fingerprint:
             unknown, as in earlier files.
         recent: Length of the residual window: last tokens that each token attends to unquantized.
         smoothing: Digest of the smoothing of keys; empty if they are not smoothed.
+        context: Settings of the library that computes which differ from its defaults, such as autocast.
 
     Raises:
         ConfigError: a field is missing or no such value.
@@ -49,6 +60,7 @@ class Fingerprint:
     behavior: str = ""
     recent: int = 0
     smoothing: str = ""
+    context: str = ""
 
     def __post_init__(self) -> None:
         for name in _TEXTS:

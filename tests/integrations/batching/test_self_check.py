@@ -13,7 +13,7 @@ from oracles.language_models import make_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers import continuous_batching
+from kvloom.integrations.transformers import continuous_batching, enable
 from kvloom.integrations.transformers.batching import groups, self_check
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 
@@ -61,6 +61,20 @@ def make(name: str) -> Any:
     return AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).eval()
 
 
+def kosmos() -> Any:
+    """A random model that counts positions itself."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 99, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4}
+    vision = {"hidden_size": 32, "patch_embed_hidden_size": 32, "d_ff": 48, "d_kv": 8}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Kosmos2_5Config(text_config=text, vision_config=vision)
+    model = transformers.Kosmos2_5ForConditionalGeneration(config).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
 def count_forwards(model: Any) -> list[int]:
     """A list that grows with each forward."""
     seen: list[int] = []
@@ -78,6 +92,26 @@ def test_families_that_sessions_get_wrong_are_refused(name: str, dtype: torch.dt
     assert "init_continuous_batching" not in vars(model)
     assert model.config._attn_implementation == before
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Kosmos2_5Config"), reason="this version has no Kosmos-2.5")
+def test_a_model_that_counts_positions_itself_is_refused() -> None:
+    """Kosmos-2.5 counts from behind the number of its padding token, and ``generate`` lets it."""
+    model = kosmos()
+    with pytest.raises(UnsupportedError, match=LOGITS.format(type(model).__name__)):
+        continuous_batching(model)
+
+
+def test_what_a_session_adds_is_no_part_of_what_it_is_compared_with() -> None:
+    """An enabled model is compared with its own attention and exact keys, without a cache."""
+    model = make_model()
+    enable(model, "int2")
+    inputs: list[dict[str, Any]] = []
+    model.register_forward_pre_hook(lambda _, args, given: inputs.append(given), with_kwargs=True)
+    continuous_batching(model)
+    plain = [given for given in inputs if "logits_indices" not in given and given.get("use_cache") is False]
+    assert len(plain) == 6
+    assert not any(given.get(CACHE_ARGUMENT) for given in plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

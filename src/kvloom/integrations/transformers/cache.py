@@ -30,6 +30,7 @@ from kvloom.integrations.transformers.lengths import (
     expect_one_length,
     lengths_of,
 )
+from kvloom.integrations.transformers.remembered import memory_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.text_config import text_config_of
@@ -122,6 +123,7 @@ class KVCache(StatefulCache):
                 dict(others),
             )
         cache = cls(layers)
+        cache.remembered.memory = memory_of(model)
         if rollback:
             from kvloom.integrations.transformers.states import record_past
 
@@ -338,12 +340,14 @@ class KVCache(StatefulCache):
         with uninterrupted():
             self._cache.make(change, others)
             self._return_to(past)
+            self.remembered.truncate(max(ends, default=0))
 
     @whole
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch size."""
         self._expect_thawed()
         super().reset()
+        self.remembered.truncate(0)
         self._begin_forward(0)
         if self._rollback is not None:
             self._rollback.restart(0)
@@ -357,10 +361,12 @@ class KVCache(StatefulCache):
     @whole
     def _select(self, rows: Sequence[int]) -> None:
         """Replace row i by row ``rows[i]``: in page tables, and in tensors of other layers."""
+        num_rows = self.num_rows
         change = self._cache.change_of_rows(rows)
         positions, others = changes_of_rows(self.layers, rows)
         change.layers.extend(positions)
         self._cache.make(change, others)
+        self.remembered.select(rows, num_rows)
         if self._rollback is not None:
             self._rollback.select(rows)
 

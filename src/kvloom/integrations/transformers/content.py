@@ -20,6 +20,7 @@ _OF_TOKENS: Final = frozenset(
 _WITHOUT_EFFECT: Final = frozenset(
     {"labels", "logits_to_keep", "num_items_in_batch", "num_logits_to_keep", "shift_labels", "use_cache"}
 )
+_NO_CONTENT: Final = _OF_TOKENS | _WITHOUT_EFFECT
 _OUTPUTS: Final = ("output_", "return_")
 """What names of arguments begin with that choose what a forward returns."""
 _TYPES: Final = ("token_type_ids", "mm_token_type_ids")
@@ -35,8 +36,8 @@ def content_of(inputs: Mapping[str, Any]) -> str:
         cache = pool.begin(inputs["input_ids"], content=content)
 
     Args:
-        inputs: Arguments of the model's ``forward`` by their names. ``input_ids``, and an
-            ``attention_mask`` that hides nothing, are ignored.
+        inputs: Arguments of the model's ``forward`` by their names. ``input_ids``, an ``attention_mask`` that
+            hides nothing, and what is ``None`` or empty are ignored.
 
     Returns:
         64 hexadecimal digits; empty if there are only tokens.
@@ -50,9 +51,10 @@ def content_of(inputs: Mapping[str, Any]) -> str:
     is_empty = True
     for name in sorted(inputs):
         value = inputs[name]
-        if value is None or name in ("input_ids", "cache_position", *CACHE_ARGUMENTS, *_WITHOUT_EFFECT):
+        if name in ("input_ids", "cache_position") or name in CACHE_ARGUMENTS or is_no_input(value):
             continue
-        if name == "attention_mask" and isinstance(value, Tensor) and bool(value.all()):
+        is_mask = name == "attention_mask" and isinstance(value, Tensor)
+        if name in _WITHOUT_EFFECT or (is_mask and bool(value.all())):
             continue
         if name in _TYPES and isinstance(value, Tensor) and not bool(value.any()):
             continue
@@ -86,6 +88,17 @@ def _bytes_of(name: str, value: Any) -> Iterator[bytes]:
         raise ArgumentError(
             f"inputs[{name!r}] must be a tensor, number, text or sequence of them, got {type(value).__name__}"
         )
+
+
+def is_no_input(value: Any) -> bool:
+    """Whether the value of an argument is ``None``, or holds nothing else, such as ``{"image": None}``."""
+    if isinstance(value, Tensor) or hasattr(value, "__array__"):
+        return 0 in getattr(value, "shape", ())
+    if isinstance(value, Mapping):
+        return all(map(is_no_input, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(is_no_input, value))
+    return value is None
 
 
 def placeholders_of(config: Any) -> dict[int, str]:
@@ -159,7 +172,7 @@ def input_beside_tokens(
         defaults: Defaults of the arguments of ``forward``.
     """
     for name, value in inputs.items():
-        if name in _OF_TOKENS or name in _WITHOUT_EFFECT or value is None or name.startswith(_OUTPUTS):
+        if name in _NO_CONTENT or name.startswith(_OUTPUTS) or is_no_input(value):
             continue
         if isinstance(value, (bool, int, float, str)) and value == defaults.get(name):
             continue

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENTS
+from kvloom.integrations.transformers.content import is_no_input
 
 _AXES: Final = {
     "input_ids": (-1, 2),
@@ -115,7 +116,7 @@ def why_uncut(module: Any, inputs: Mapping[str, Any], num_tokens: int) -> str:
     if inputs.get("return_dict") is None and not getattr(module.config, "return_dict", True):
         return "return_dict"
     for name, value in inputs.items():
-        if value is None or name in CACHE_ARGUMENTS:
+        if is_no_input(value) or name in CACHE_ARGUMENTS:
             continue
         if isinstance(value, Tensor):
             axis, ndim = _AXES.get(name, (-1, 0))
@@ -133,7 +134,7 @@ def piece_of(inputs: Mapping[str, Any], start: int, end: int, num_tokens: int) -
     for name, value in inputs.items():
         if isinstance(value, Tensor) and name == "attention_mask":  # with or without columns of stored tokens
             piece[name] = value[:, : value.shape[1] - num_tokens + end]
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and name in _AXES:
             piece[name] = value.narrow(_AXES[name][0], start, end - start)
     if keep := inputs.get("logits_to_keep"):
         piece["logits_to_keep"] = max(keep - (num_tokens - end), 1)

@@ -21,6 +21,7 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.context import context_of
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.legacy import legacy_pairs
 from kvloom.integrations.transformers.module_reader import behavior_digest
@@ -29,6 +30,7 @@ from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.states import specs_of, states_of
 from kvloom.integrations.transformers.tensor_state import bytes_sum
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.trials import undisturbed
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
 from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
@@ -86,14 +88,14 @@ def identify(model: Any, format: CacheFormat, states: "PoolStates | None" = None
     began = time.perf_counter()
     cache = _run(model, format, _TIMED)
     seconds = (time.perf_counter() - began) / _TIMED
-    weights, fingerprints = weights_digest(model.state_dict()), []
+    weights, context, fingerprints = weights_digest(model.state_dict()), context_of(model).text(), []
     others = _differing_layers(format, cache) if len(cache.sequences) > 1 else ""
     for group in cache.sequences:
         attention = ("full" if group.window is None else f"window of {group.window}") + others
         attention += "" if states is None else f", in pieces of {states.interval} tokens"
         kept = layers_of(group.storages), rotation_of(group.storages)
         recent, smoothing = format.recent or 0, smoothing_digest(group.storages)
-        fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing))
+        fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing, context))
     for group, fingerprint in zip(cache.sequences, [*fingerprints], strict=True):
         if group.residual is not None:
             attention = f"residual window of {fingerprint.digest.hex()}"
@@ -166,17 +168,19 @@ def _difference(mine: Mapping[str, Tensor], theirs: bytes) -> str:
 
 
 def model_digest(model: Any) -> str:
-    """A digest of weights, other buffers, configuration and behavior; the same in every process.
+    """A digest of weights, other buffers, configuration, behavior and settings; the same in every process.
 
     Raises:
         UnsupportedError: a weight is no tensor in memory.
     """
-    parts = (
+    parts = [
         _config_digest(model),
         weights_digest(model.state_dict() | _other_buffers(model)),
         behavior_digest(model),
         str(model.dtype),
-    )
+    ]
+    if context := context_of(model).text():
+        parts.append(context)
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
@@ -188,6 +192,7 @@ def fingerprint_with(
     rotation: str = "none",
     recent: int = 0,
     smoothing: str = "",
+    context: str = "",
 ) -> Fingerprint:
     """The fingerprint of a model; its weights need not be in memory.
 
@@ -199,6 +204,7 @@ def fingerprint_with(
         rotation: Which of keys and values are rotated, one of ``ROTATIONS``.
         recent: Residual window.
         smoothing: Digest of the smoothing of keys.
+        context: Settings of torch in which the model computes, as ``Context.text``.
     """
     config = text_config_of(model)
     rope = {name: getattr(config, name) for name in _ROPE if getattr(config, name, None) is not None}
@@ -213,6 +219,7 @@ def fingerprint_with(
         behavior=behavior_digest(model),
         recent=recent,
         smoothing=smoothing,
+        context=context,
     )
 
 
@@ -282,14 +289,8 @@ def _run(model: Any, format: CacheFormat, num_tokens: int) -> KVCache:
     cache = KVCache(make_layers(model, replace(format, max_tokens=None)))
     size = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, num_tokens + 1, device=model.device)[None] * 7919 % size
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()  # no random dropout
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens, use_cache=True, **as_argument(model, cache))
-    finally:
-        for module in was_training:
-            module.training = True
+    with undisturbed(model):
+        model(input_ids=tokens, use_cache=True, **as_argument(model, cache))
     return cache
 
 

@@ -19,6 +19,7 @@ from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.content import placeholders_of
 from kvloom.integrations.transformers.pool import KVPool
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.trials import undisturbed
 
 _PAGE: Final = 4
 _FOUND: Final = 20
@@ -63,14 +64,8 @@ def check_isolation(model: Any, kv: str = "auto") -> list[Check]:
         ArgumentError: as ``KVPool.for_model``.
         UnsupportedError: as ``KVPool.for_model``; such a model shares no prefixes.
     """
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return [*_Tried(model, kv).checks()]
-    finally:
-        for module in was_training:
-            module.training = True
+    with undisturbed(model):
+        return [*_Tried(model, kv).checks()]
 
 
 class _Tried:

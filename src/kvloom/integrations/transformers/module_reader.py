@@ -32,6 +32,7 @@ from kvloom.integrations.transformers.reading import (
     registered,
     slots_of,
 )
+from kvloom.integrations.transformers.remembered import remembered_names
 from kvloom.integrations.transformers.rope import has_dynamic_rope
 from kvloom.integrations.transformers.tensor_state import sum_of
 
@@ -51,7 +52,6 @@ _UNWATCHED: Final = frozenset(
         "name_or_path",
         "prepare_inputs_for_generation",  # set by a PeftModel while it generates
         "_name_or_path",
-        "rope_deltas",  # set by the last text with pictures; each forward checks positions
         "transformers_version",
         "use_cache",
         "warnings_issued",
@@ -178,10 +178,11 @@ class ModuleReader:
             and name.startswith(("_", "all_tied"))
         ):
             return True
-        if f"{name}_orig" in module._parameters:  # pruned, say: made of that in each forward
+        is_pruned = f"{name}_orig" in module._parameters  # made of that in each forward
+        if is_pruned or name in _UNWATCHED or name in remembered_names(module):
             return True
         is_rope = name.endswith("inv_freq") and not name.endswith("original_inv_freq")
-        return name in _UNWATCHED or (is_rope and has_dynamic_rope(module))
+        return is_rope and has_dynamic_rope(module)
 
     def _named(self, path: str, name: str, value: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, PretrainedConfig) and self._has_tensors and id(value) not in self._texts:

@@ -30,6 +30,7 @@ _OF_LIBRARY: Final = "transformers.models."
 _CHANGED: Final = "the model changed while they were computed"
 _READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
 _UNSEEN: Final = "the model did not compute them, or did so where no pool sees it, as when it is compiled"
+_LOST: Final = "the last picture was removed, by which positions of all tokens of its forward were counted"
 _ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
 
 
@@ -41,6 +42,8 @@ class Origin:
         contents: Digest of the content of placeholder tokens in each row; empty for tokens alone.
         state: State of the model when the tokens were found or computed.
         frequencies: Name of the RoPE frequencies of all its tokens.
+        gives_positions: Whether forwards must be given positions, as by ``generate``, since the model counts
+            otherwise where none are given; false if they must be given none, ``None`` if either is the same.
         num_found: Columns of the found tokens, padding in front of them included.
         num_seen: Columns that were found, or computed by the model in forwards that were seen.
         num_shared: Number of pages of each row that are shared with a known text.
@@ -53,6 +56,7 @@ class Origin:
         salt: As above.
         contents: As above.
         state: As above.
+        counted: Placeholders of pictures on which positions of later tokens depend.
     """
 
     def __init__(
@@ -63,12 +67,15 @@ class Origin:
         salt: str,
         contents: Sequence[str],
         state: str,
+        counted: frozenset[int] = frozenset(),
     ) -> None:
+        self._counted = counted
         self._watch, self._rope, self._has_placeholders = watch, rope, has_placeholders
         self.salt, self.contents = salt, list(contents)
         self.state, self.frequencies = state, ""
         self.num_found = self.num_seen = 0
         self.num_shared = [0] * len(contents)
+        self.gives_positions: bool | None = None
         self.refusal = ""
         self.depth = 0  # number of nested forwards that run
         self._is_wrapped = False  # whether the outermost one may change the model, as of a PeftModel does
@@ -83,7 +90,7 @@ class Origin:
 
     def refuses(self) -> str:
         """Why nobody may find the pages now; empty if they may be found."""
-        return self.refusal or (_CHANGED if self._watch.state() != self.state else "")
+        return self.refusal or ("" if self._watch.is_unchanged_since(self.state) else _CHANGED)
 
     def of_rows(self, rows: Sequence[int]) -> "Origin":
         """The origin of a cache of the selected rows."""
@@ -113,6 +120,8 @@ class Origin:
             raise ArgumentError(
                 f"cache must be of a pool of this {type(module).__name__}, got one of another model's pool"
             )
+        if is_outermost and past > min(begins, default=0) and inputs.get("position_ids") is None:
+            self._expect_no_pictures(inputs.get("input_ids"))
         if is_outermost and any(begins):
             expect_mask_of_padding(inputs.get("attention_mask"), begins, end)
         if not all(self.contents):
@@ -129,7 +138,8 @@ class Origin:
             elif past <= self.num_found:
                 raise StateError(
                     f"the model must be unchanged since {past} tokens of the cache were found: begin again "
-                    f"after a change of weights, adapters, hooks or attributes"
+                    f"after a change of weights, adapters, hooks, attributes or settings of torch, and in "
+                    f"the torch.autocast of its forwards"
                 )
             else:
                 self.refusal = _CHANGED
@@ -139,6 +149,16 @@ class Origin:
             self.refusal = "they were computed in training mode"
         if self._rope is not None:
             self._note_frequencies(past <= padding, self._rope.frequencies(end - padding))
+
+    def _expect_no_pictures(self, input_ids: Any) -> None:
+        """Raise ArgumentError if new tokens have pictures, whose positions depend on those before them."""
+        if self._counted and isinstance(input_ids, Tensor):
+            found = self._counted & set(input_ids.flatten().tolist())
+            if found:
+                raise ArgumentError(
+                    f"position_ids must be given for pictures after the first tokens of a text, as generate "
+                    f"makes them of the whole text, got none for token {min(found)}"
+                )
 
     def _expect_tokens_alone(
         self,
@@ -151,6 +171,12 @@ class Origin:
         if is_outermost:
             kind: Any = type(module)
             name = input_beside_tokens(inputs, past, begins, self._has_placeholders, _parameters(kind))
+            is_given = inputs.get("position_ids") is not None
+            if name is None and self.gives_positions not in (None, is_given):
+                raise ArgumentError(
+                    f"position_ids must be {'left out' if is_given else 'given'}, as generate does, since "
+                    f"{type(module).__name__} counts positions otherwise where none are given"
+                )
         else:
             is_default = positions_are_default(inputs.get("position_ids"), past, begins)
             name = None if is_default else "position_ids"
@@ -265,6 +291,7 @@ class PoolCache(KVCache):
         super().crop(tokens_to_remove)
         if self.origin is not None:
             self.origin.num_seen = min(self.origin.num_seen, int(self.get_seq_length()))
+            self.origin.refusal = self.origin.refusal or (_LOST if self.remembered.is_lost else "")
         if self.grid is not None:
             self.grid.versions = None
             self.grid.truncate(int(self.get_seq_length()))

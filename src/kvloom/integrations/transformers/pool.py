@@ -17,19 +17,21 @@ from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.origin import PoolCache
+from kvloom.integrations.transformers.pool_memory import PoolMemory
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_pages_alone, expect_prefixes
 from kvloom.integrations.transformers.pool_prefixes import (
+    begin,
     commit,
-    num_shared,
     prefixes_of,
     rows_of,
     tables_of_none,
+    with_hidden,
 )
 from kvloom.integrations.transformers.pool_states import PADDED, PoolStates, states_for
 from kvloom.integrations.transformers.scopes import scope_in
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.text_config import only_head_dims, text_config_of
-from kvloom.paging import Miss, uninterrupted
+from kvloom.paging import Miss
 from kvloom.tracing.recorder import Recorded, Recorder
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class KVPool(Recorder):
         self._smoothing = smoothing or {}
         self._empty = PoolCache(layers)
         self._model: PoolModel | None = PoolModel(model, wish)
+        self._memory = PoolMemory(self._model.counted)
         self._saved_digest = ""
         self._prefixes = prefixes_of(self._empty, self._states)
         self._head_dims = only_head_dims(text_config_of(model))
@@ -104,8 +107,9 @@ class KVPool(Recorder):
         digest, rename = self._saved_digest, None
         if self._model is not None:
             digest, rename = self._model.digest(), partial(scope_in, state=self._model.watch.state())
+        kept = {"_prefixes": self._prefixes.saved(rename), "_memory": self._memory.renamed(rename)}
         gone = {"_model": None, "_store": None, "_stored_state": ""}
-        return vars(self) | gone | {"_prefixes": self._prefixes.saved(rename), "_saved_digest": digest}
+        return vars(self) | gone | kept | {"_saved_digest": digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_prefixes")
@@ -236,6 +240,7 @@ class KVPool(Recorder):
         model, prefixes = self._bound(), self._prefixes
         rows, begins = model.rows(input_ids, attention_mask)
         cache = self._empty.fork()
+        cache.remembered.memory = model.memory
         cache.origin = origin = model.origin(rows, salt, content)
         self._num_asked += sum(map(len, rows))
         if self._states is not None and any(begins):
@@ -244,17 +249,13 @@ class KVPool(Recorder):
             cache.begin_behind(tables_of_none(prefixes, cache, rows), begins, min(begins), model.states)
             return cache
         self._follow_state(origin.state)
-        texts = [*zip((row[:-1] for row in rows), origin.scopes(), origin.stored_scopes(), strict=True)]
-        with uninterrupted():
-            end, tables = prefixes.begin(
-                texts, begins, lambda row, num_tokens: is_within(model.placeholders, rows[row], num_tokens)
-            )
-            origin.num_shared = [num_shared(prefixes, self._states, *text[:2]) for text in texts]
-            cache.sequences[0].requests = [own[0].request for own in tables]
-            kept = [own.pop() for own in tables if self._states is not None]
-            cache.begin_behind(tables, begins, end, model.states)
-            if self._states is not None:
-                self._states.begin(cache, kept, end, origin.num_shared)
+        recalled = self._memory.recall(rows, origin.scopes(), begins)
+
+        def is_hidden(row: int, end: int) -> bool:
+            return is_within(model.placeholders, rows[row], end) or recalled[row].hides(end)
+
+        end = begin(cache, rows, begins, origin, prefixes, self._states, is_hidden, model.states)
+        self._memory.restore(cache.remembered, recalled, [end - x for x in begins])
         found = num_new(begins, 0, end)
         origin.num_found = end if any(found) else 0
         self._num_found += sum(found)
@@ -287,7 +288,8 @@ class KVPool(Recorder):
                 f"salt must be that with which the cache began, {origin.salt!r}, got {salt!r}"
             )
         cache.expect_whole()
-        if refusal := cache.refuses():
+        why = "" if self._store is None else self._bound().why_unidentified(origin.state)
+        if refusal := cache.refuses() or why:
             if refusal not in self._logged:
                 self._logged.add(refusal)
                 _LOG.warning("pages of a cache are not shared: %s", refusal)
@@ -295,6 +297,7 @@ class KVPool(Recorder):
         rows = rows_of(cache, input_ids)
         self._follow_state(origin.state)
         commit(cache, rows, origin, self._prefixes, self._states)
+        self._memory.keep(cache.remembered, rows, origin.scopes(), cache.begins)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all committed pages are in the store, or could not be written.
@@ -338,10 +341,7 @@ class KVPool(Recorder):
         self._follow_state(origin.state)
         tokens, [scope] = input_ids[0, :-1].tolist(), origin.scopes()
         misses, main = self._why(tokens, scope), self._prefixes.main
-        first, end = self._prefixes.num_known(tokens, scope), main.tree.num_known(tokens, scope)
-        if first < end:
-            cause = "window passed" if self._states is None else "no states"
-            misses.insert(0, Miss(cause, first, end - first))
+        misses = with_hidden(misses, self._prefixes, self._states, tokens, scope)
         below: Any = main.below
         if below is None or not misses:
             return misses

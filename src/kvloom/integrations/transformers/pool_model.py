@@ -24,6 +24,8 @@ from kvloom.integrations.transformers.invariance import (
 from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
+from kvloom.integrations.transformers.positions import gives_positions
+from kvloom.integrations.transformers.remembered import memory_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.text_config import text_config_of, why_cuts_matter
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -44,6 +46,7 @@ class PoolModel:
         watch: Watch of the model's state.
         states: Empty tensor with the model's dtype and device.
         placeholders: Its tokens for pictures, audio and the like, with their names.
+        memory: What it remembers of texts outside of their caches; ``None`` if nothing.
 
     Args:
         model: A ``PreTrainedModel``.
@@ -59,7 +62,14 @@ class PoolModel:
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rope = dynamic_rope(model)
         self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
+        self.memory = memory_of(model)
+        self._gives_positions = gives_positions(model)
         self._identities: dict[str, Identity] = {}
+
+    @property
+    def counted(self) -> frozenset[int]:
+        """Tokens of pictures by which the model remembers something; empty if it remembers nothing."""
+        return frozenset() if self.memory is None else self.memory.pictures
 
     def rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[list[list[int]], list[int]]:
         """Tokens of each row, and the columns in which they begin; arguments are those of ``KVPool.begin``.
@@ -85,7 +95,9 @@ class PoolModel:
         """
         expect_prefixes(self.watch.model)
         contents = expect_content(self.placeholders, rows, content)
-        origin = Origin(self.watch, self._rope, bool(self.placeholders), salt, contents, self.watch.state())
+        has_pictures, state = bool(self.placeholders), self.watch.state()
+        origin = Origin(self.watch, self._rope, has_pictures, salt, contents, state, self.counted)
+        origin.gives_positions = self._gives_positions
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
         if frequencies is None:
             origin.refusal = "frequencies of RoPE are those of this length of text alone"
@@ -110,6 +122,11 @@ class PoolModel:
             self._identities = dict([*self._identities.items()][-_KEPT:])
             self._identities[state] = identify(self.watch.model, format, states)
         return self._identities[state]
+
+    def why_unidentified(self, state: str) -> str:
+        """Why a store cannot be told of pages that were computed in a state; empty if it can."""
+        is_present = state in self._identities or state == self.watch.state()
+        return "" if is_present else "settings of torch, such as autocast, are others now: commit within them"
 
     def layers(self) -> dict[str, Any]:
         """Changes of the model's layers, as ``LayerReport.summary``."""

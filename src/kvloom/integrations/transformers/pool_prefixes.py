@@ -1,6 +1,6 @@
 """Finding and committing prefixes in a pool: pages of each group of layers, and recurrent states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.origin import Origin, PoolCache
 from kvloom.integrations.transformers.pool_states import PoolStates
-from kvloom.paging import PageTable, whole
+from kvloom.paging import Miss, PageTable, uninterrupted, whole
 
 
 def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
@@ -32,10 +32,56 @@ def num_shared(prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[i
     return prefixes.main.tree.num_parted(tokens, scope) // step * step
 
 
+def begin(
+    cache: PoolCache,
+    rows: Sequence[Sequence[int]],
+    begins: Sequence[int],
+    origin: Origin,
+    prefixes: Prefixes,
+    states: PoolStates | None,
+    is_hidden: Callable[[int, int], bool],
+    blank: Tensor,
+) -> int:
+    """Give an empty cache the longest prefix that is known of every row.
+
+    Args:
+        cache: The cache.
+        rows: Tokens of each row, the last of which is always computed.
+        begins: Column of the first token of each row.
+        origin: Origin of the tokens.
+        prefixes: Prefixes of the pool.
+        states: Pages of recurrent states.
+        is_hidden: Argument ``is_within`` of ``Prefixes.begin``.
+        blank: Empty tensor with the dtype and device of keys.
+
+    Returns:
+        Number of columns of the prefix, padding included.
+    """
+    texts = [*zip((row[:-1] for row in rows), origin.scopes(), origin.stored_scopes(), strict=True)]
+    with uninterrupted():
+        end, tables = prefixes.begin(texts, begins, is_hidden)
+        origin.num_shared = [num_shared(prefixes, states, *text[:2]) for text in texts]
+        cache.sequences[0].requests = [own[0].request for own in tables]
+        kept = [own.pop() for own in tables if states is not None]
+        cache.begin_behind(tables, begins, end, blank)
+        if states is not None:
+            states.begin(cache, kept, end, origin.num_shared)
+    return end
+
+
 def tables_of_none(prefixes: Prefixes, cache: PoolCache, rows: Sequence[object]) -> list[list[PageTable]]:
     """Tables without pages, for each row one in each group of layers."""
     groups = prefixes.groups[: len(with_residuals(cache.sequences))]
     return [[group.new_table().table for group in groups] for _ in rows]
+
+
+def with_hidden(
+    misses: Sequence[Miss], prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[int], scope: str
+) -> list[Miss]:
+    """Causes of misses, with those of pages that are known, but not with all that the next token reads."""
+    first, end = prefixes.num_known(tokens, scope), prefixes.main.tree.num_known(tokens, scope)
+    cause = "window passed" if states is None else "no states"
+    return [*([Miss(cause, first, end - first)] if first < end else []), *misses]
 
 
 def rows_of(cache: PoolCache, input_ids: Tensor) -> list[list[int]]:

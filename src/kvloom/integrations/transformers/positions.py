@@ -1,12 +1,19 @@
-"""Positions of a model: the longest text that it was made for."""
+"""Positions of a model: the longest text that it was made for, and where it counts them from."""
 
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.trials import undisturbed
+
+_COUNTING: Final = "create_position_ids_from_input_ids"
+"""Function of models that count positions themselves, most from behind the number of the padding token."""
 
 
 def positions_of(model: Any) -> int | None:
@@ -67,3 +74,38 @@ def room_behind(name: str, model: Any, num_tokens: int, wanted: int) -> int:
             f"{name} must be fewer tokens than the model's {longest} positions, got {num_tokens}"
         )
     return min(wanted, longest - num_tokens)
+
+
+def gives_positions(model: Any) -> bool | None:
+    """Whether ``generate`` gives a model positions; ``None`` if it counts them alike where none are given.
+
+    Only a model that counts positions in a way of its own is tried, with a few tokens.
+    """
+    kinds = {type(module) for module in model.modules()}
+    if not any(hasattr(x, _COUNTING) or hasattr(sys.modules.get(x.__module__), _COUNTING) for x in kinds):
+        return None
+    size = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(size - 4, size, device=model.device)[None]
+    given: list[bool] = []
+
+    def note(_module: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        given.append(inputs.get("position_ids") is not None)
+
+    def computed(**positions: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=tokens, use_cache=False, **positions)[0]
+        return found
+
+    with undisturbed(model):
+        try:
+            numbered = computed(position_ids=torch.arange(4, device=model.device)[None])
+        except TypeError:  # it takes no positions
+            return None
+        if torch.equal(computed(), numbered):
+            return None
+        hook = model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "use_cache": False}
+            model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        finally:
+            hook.remove()
+    return given[0]

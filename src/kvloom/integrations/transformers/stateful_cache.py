@@ -13,6 +13,7 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.lengths import lengths_of
+from kvloom.integrations.transformers.remembered import Remembered
 from kvloom.integrations.transformers.rollback import RECORDED, Past, Rollback
 from kvloom.integrations.transformers.state_logs import Key
 
@@ -24,6 +25,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     Attributes:
         is_frozen: Whether changes raise.
+        remembered: What the model remembers of the text outside of the cache.
     """
 
     layers: list[Any]
@@ -31,6 +33,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self.is_frozen = False
+        self.remembered = Remembered()
         self._rollback: Rollback | None = None
         self._kin: object = object()  # shared with its forks only
         self._begun = set[int]()  # layers whose states were asked for or changed in the last forward
@@ -40,8 +43,15 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def follow(self, cache: "StatefulCache") -> None:
         """Take over everything but the layers from a cache of which this is a fork."""
         self._kin = cache._kin
+        self.remembered = cache.remembered.fork()
         self._rollback = None if cache._rollback is None else cache._rollback.fork()
         self._begun, self._length_before = {*cache._begun}, cache._length_before
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
+        """Length as of transformers; a model that counts positions from it is given what it remembers."""
+        if self.remembered.memory is not None and not torch.compiler.is_compiling():
+            self.remembered.memory.give(self.remembered)
+        return super().get_seq_length(*args, **kwargs)
 
     def freeze(self: _Cache) -> _Cache:  # noqa: PYI019 (not in Python 3.10)
         """Refuse every later change, so that forks start from the same tokens; returns the cache."""

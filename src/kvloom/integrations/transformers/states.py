@@ -18,6 +18,7 @@ from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.per_state import once_per_state
+from kvloom.integrations.transformers.trials import undisturbed
 
 _FIRST: Final = 40
 """Number of tokens of the first of two pieces in which a model is tried."""
@@ -127,23 +128,17 @@ def try_states(model: Any) -> KVCache:
     """
     name, size = type(model).__name__, model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, _FIRST + _SECOND + 1, device=model.device)[None] * 7919 % size
-    training = [module for module in model.modules() if module.training]
-    model.eval()  # no random dropout
-    try:
-        with torch.no_grad():
-            cache, other, at_once = (KVCache.for_model(model) for _ in range(3))
-            whole = _logits(model, tokens, at_once)
-            _logits(model, tokens[:, :_FIRST], cache)
-            _logits(model, tokens[:, :_FIRST], other)
-            for layer in stateful_layers(other.layers).values():
-                for x in layer.recurrent_states.values():
-                    if x is not None:
-                        x.mul_(_OTHERS)
-            pieces = _logits(model, tokens[:, _FIRST:], cache)
-            from_others = _logits(model, tokens[:, _FIRST:], other)
-    finally:
-        for module in training:
-            module.training = True
+    with undisturbed(model):
+        cache, other, at_once = (KVCache.for_model(model) for _ in range(3))
+        whole = _logits(model, tokens, at_once)
+        _logits(model, tokens[:, :_FIRST], cache)
+        _logits(model, tokens[:, :_FIRST], other)
+        for layer in stateful_layers(other.layers).values():
+            for x in layer.recurrent_states.values():
+                if x is not None:
+                    x.mul_(_OTHERS)
+        pieces = _logits(model, tokens[:, _FIRST:], cache)
+        from_others = _logits(model, tokens[:, _FIRST:], other)
     has_recurrence = any(x.name == "recurrent" for own in specs_of(cache.layers).values() for x in own)
     if has_recurrence and torch.equal(pieces, from_others):
         raise UnsupportedError(

@@ -1,7 +1,7 @@
 """The state of a model: everything that decides keys and values and can change while a process runs.
 
 It includes weights and buffers, active adapters and their scaling, hooks, attributes and configurations, and
-the precision to which torch rounds products.
+the settings of torch in which a model computes.
 """
 
 import logging
@@ -10,9 +10,9 @@ from itertools import chain
 from operator import is_
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
+from kvloom.integrations.transformers.context import context_of
 from kvloom.integrations.transformers.module_reader import ModuleReader
 from kvloom.integrations.transformers.reading import digest_of
 from kvloom.integrations.transformers.tensor_state import (
@@ -25,6 +25,8 @@ from kvloom.integrations.transformers.tensor_state import (
 from kvloom.store.sums import checksum
 
 _LOG: Final = logging.getLogger("kvloom")
+_CONTEXT: Final = "torch"
+_DEFAULTS: Final = "as in a new process"
 
 
 class ModelWatch:
@@ -42,8 +44,10 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._names: dict[str, str] = {}
+        self._names: dict[tuple[str, str], str] = {}
+        self._models: dict[str, str] = {}  # digests of the model without settings of torch, by states
         self._current = ""
+        self._context = context_of(model)
         self._epoch = 0
         self._weights: list[Any] = []
         self._lines: dict[str, str] = {}
@@ -54,7 +58,7 @@ class ModelWatch:
         """Name of the present state, empty for the first one; takes microseconds if nothing changed."""
         if not self._is_same() or self._sample() != self._samples:
             self._read()
-        return self._current
+        return self._named()
 
     def has(self, module: nn.Module) -> bool:
         """Whether a module is a part of the model, or has a part of it."""
@@ -62,13 +66,24 @@ class ModelWatch:
 
     def quick_state(self) -> str:
         """As ``state``, but without the sample of bytes; for each forward between two calls of ``state``."""
-        return self._current if self._is_same() else self.state()
+        return self._named() if self._is_same() else self.state()
+
+    def is_unchanged_since(self, state: str) -> bool:
+        """Whether the model is as in a state, whatever the settings of torch are now."""
+        self.state()
+        return self._models[state] == self._digest
+
+    def _named(self) -> str:
+        """Name of the model as it was read, in the present settings of torch."""
+        values = self._context.values()
+        if values != self._settings:
+            self._name(values, self._lines)
+        return self._current
 
     def _is_same(self) -> bool:
         """Whether all values are the same objects, and all tensors have the same versions and addresses."""
         return (
-            torch.get_float32_matmul_precision() == self._precision
-            and list(map(len, self._containers)) == self._lengths
+            list(map(len, self._containers)) == self._lengths
             and self._has_values()
             and list(map(version_of, self._tensors)) == self._versions
             and list(map(address_of, self._tensors)) == self._addresses
@@ -86,9 +101,8 @@ class ModelWatch:
     def _read(self) -> None:
         """Read the whole model, and name its state."""
         reader = ModuleReader(opaque=self._opaque)
-        self._precision = torch.get_float32_matmul_precision()
         self._modules = set(map(id, self.model.modules()))
-        lines = dict(reader.read_model(self.model)) | {"precision of products": self._precision}
+        lines = dict(reader.read_model(self.model))
         self._containers, self._getters = reader.containers, reader.getters
         self._lengths, self._values = list(map(len, self._containers)), list(self._present())
         self._tensors, self._arrays = reader.tensors, reader.arrays
@@ -100,9 +114,18 @@ class ModelWatch:
         if self._weights and not _are_alike(self._weights, weights):
             self._epoch += 1
         self._weights = weights
-        digest = digest_of(repr((self._epoch, sorted(lines.items()))))
+        self._digest = digest_of(repr((self._epoch, sorted(lines.items()))))
+        self._context = context_of(self.model)  # of the devices where it is now
+        self._name(self._context.values(), lines)
+
+    def _name(self, values: list[Any], lines: dict[str, str]) -> None:
+        """Name the state of a model that was read as ``lines``, with settings of torch."""
+        text = self._context.text()
+        self._settings, lines = values, {**lines, _CONTEXT: text or _DEFAULTS}
         is_first = not self._names
-        name = self._names.setdefault(digest, "" if is_first else digest)
+        name = "" if is_first else digest_of(f"{self._digest} {text}")
+        name = self._names.setdefault((self._digest, text), name)
+        self._models[name] = self._digest
         if name != self._current:
             _LOG.info(
                 "%s changed, and what it computes from now on is kept apart: %s",

@@ -6,7 +6,6 @@ that ignores the session's, others need a mask that a session does not have.
 Shapes: K rows of logits of a request, V tokens of the vocabulary.
 """
 
-import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +22,11 @@ from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.manager import BatchingManager
 from kvloom.integrations.transformers.batching.sizes import windows_of
 from kvloom.integrations.transformers.bit_plan import config_digest
+from kvloom.integrations.transformers.context import float32_precision
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.trials import undisturbed
 
 _LOG: Final = logging.getLogger("kvloom")
 _LENGTHS: Final = (40, 23, 5)
@@ -37,11 +38,22 @@ _NEW: Final = 2
 _ROUNDINGS: Final = 8
 """Allowed multiple of the change by one rounding of the embeddings. In float32, float16 and bfloat16, 80
 families and models of 80 layers that sessions support differ by twice it at most, others by 25 times."""
+_ONE: Final = GenerationConfig(
+    max_new_tokens=1,
+    do_sample=False,
+    num_beams=1,
+    use_cache=False,
+    eos_token_id=-1,
+    pad_token_id=0,
+    output_logits=True,
+    return_dict_in_generate=True,
+)
+"""What ``_alone`` asks of ``generate``."""
 _served: set[tuple[Any, ...]] = set()
 
 
 def expect_same_logits(model: PreTrainedModel) -> None:
-    """Raise unless a session of a model computes the logits of plain forwards; once for each configuration.
+    """Raise unless a session of a model computes the logits of ``generate``; once for each configuration.
 
     The distance of two rows of logits is the norm of their difference divided by the norm of the row of the
     plain forward. The median over requests is taken, after prompts and after a decode step, since rounding
@@ -64,7 +76,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
     if any(x.device.type == "meta" for x in model.parameters()):
         _LOG.info("sessions of %s are not checked: it has no weights", name)
         return
-    with torch.no_grad(), _as_it_was(model):
+    with undisturbed(model), _own_attention(model):
         prompts = _prompts(model)
         try:
             texts, found = _in_session(model, prompts)
@@ -80,7 +92,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
         if not all(_is_defined(rows) for rows in plain):
             _LOG.info("sessions of %s are not checked: its logits are not finite", name)
             return
-        measured, allowed = distance_of(found, plain), _epsilon(model.dtype) ** 0.5
+        measured, allowed = distance_of(found, plain), _epsilon(model.dtype, model.device) ** 0.5
         if not measured <= allowed:
             with _changed_embeddings(model):
                 changed = [_alone(model, text) for text in texts]
@@ -147,17 +159,20 @@ def _in_session(model: Any, prompts: Sequence[list[int]]) -> tuple[list[list[int
 
 
 def _alone(model: Any, text: Sequence[int]) -> Tensor:
-    """Logits ``[K, V]`` of a plain forward, after the prompt of a text and after all of it."""
-    ids = torch.tensor([text], device=model.device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]
-    logits: Tensor = model(**inputs).logits[0, -_NEW:]
-    return logits
+    """Logits ``[K, V]`` of ``generate``, after the prompt of a text and after all of it.
+
+    It alone knows what a model is given beside tokens: some models count positions themselves, not from 0.
+    """
+    rows = []
+    for end in range(len(text) - _NEW + 1, len(text) + 1):
+        ids = torch.tensor([text[:end]], device=model.device)
+        made = model.generate(ids, _ONE, attention_mask=torch.ones_like(ids))
+        rows.append(made.logits[0][0])
+    return torch.stack(rows)
 
 
 def _expect_forward(model: Any, text: Sequence[int], error: Exception) -> None:
-    """Raise UnsupportedError if a plain forward of a text fails, too."""
+    """Raise UnsupportedError if ``generate`` fails with a text, too."""
     try:
         model.set_attn_implementation("eager")
         _alone(model, text)
@@ -184,10 +199,10 @@ def distance_of(found: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
     return float(max(median(rows) for rows in zip(*distances, strict=True)))
 
 
-def _epsilon(dtype: torch.dtype) -> float:
+def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
     """Epsilon of products in a dtype; torch may compute those of float32 in lower precision."""
-    less = {"high": 2**-10, "medium": 2**-7}
-    return max(torch.finfo(dtype).eps, less.get(torch.get_float32_matmul_precision(), 0.0))
+    less = {"tf32": 2**-10, "bf16": 2**-7}
+    return max(torch.finfo(dtype).eps, less.get(float32_precision(device.type), 0.0))
 
 
 @contextmanager
@@ -206,17 +221,14 @@ def _changed_embeddings(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_was(model: Any) -> Iterator[None]:
-    """Context that restores the attention and the training mode of all parts of a model at its end."""
+def _own_attention(model: Any) -> Iterator[None]:
+    """Context that restores the attention of all parts of a model at its end."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = [part.config for part in parts]
     configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
     before = [(config, config._attn_implementation) for config in configs if config is not None]
-    training = [module for module in model.modules() if module.training]
     try:
         yield
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
-        for module in training:
-            module.training = True

@@ -18,6 +18,7 @@ from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing, f
 from kvloom.integrations.transformers.smoothing.inputs import longest_of, rows, token_ids
 from kvloom.integrations.transformers.smoothing.recording import Recorder, recorded
 from kvloom.integrations.transformers.smoothing.rotations import frequencies_of, names_rope
+from kvloom.integrations.transformers.trials import undisturbed
 
 
 def smoothing_of(model: Any) -> tuple[LayerSmoothing, ...]:
@@ -157,19 +158,12 @@ def _why_no_keys(model: Any, layer: int) -> str:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context in which modules are in evaluation mode and nothing is compiled; restored at the end."""
-    was_training = [module for module in model.modules() if module.training]
+    """Context of a trial in which nothing is compiled; the state of random numbers is restored, too."""
     devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
-    for module in was_training:
-        module.training = False
-    try:
-        with (
-            torch.random.fork_rng(sorted(devices)),
-            torch.compiler.set_stance("force_eager"),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
-            yield
-    finally:
-        for module in was_training:
-            module.training = True
+    with (
+        torch.random.fork_rng(sorted(devices)),
+        torch.compiler.set_stance("force_eager"),
+        torch.inference_mode(False),
+        undisturbed(model),
+    ):
+        yield
