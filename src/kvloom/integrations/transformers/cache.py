@@ -191,6 +191,11 @@ class KVCache(StatefulCache):
         """B; 0 before the first update."""
         return self._cache.num_rows
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether layers have fixed storage; transformers makes masks that hide its free slots only if so."""
+        return any(isinstance(x.pages, FixedLayer) for x in self._own_layers)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:

@@ -130,8 +130,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all tokens."""
         self._expect_thawed()
         self.pages.reset()
-        if isinstance(self.pages, PagedLayer):
-            self.is_initialized, self._dtype = False, None
+        self.is_initialized, self._dtype = False, None
 
     def activate_past_recording(self) -> None:
         """Keep tokens outside the window until the next crop, so that it can remove any number of tokens."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.batching.sizes import EMPTY, KINDS, STATEFUL, stateful_layers_of
-from kvloom.integrations.transformers.build import cache_format
+from kvloom.integrations.transformers.build import cache_format, keeps_states_elsewhere
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.pool_model import expect_prefixes
@@ -189,7 +189,7 @@ def _expect_kinds(model: PreTrainedModel) -> None:
     if not kinds & {*KINDS}:
         raise UnsupportedError(f"model must keep keys and values in a layer, which {name} does in none")
     is_stateful = stateful_layers_of(model) is not None
-    if getattr(model, "_is_stateful", False) and not is_stateful:
+    if keeps_states_elsewhere(model, DynamicCache(config=text_config_of(model)).layers):
         raise UnsupportedError(f"model must keep its recurrent states in a cache, which {name} does not")
     is_loaded = all(x.device.type != "meta" for x in model.parameters())
     if is_stateful and is_loaded and (why := why_wrong_in_pieces(model)):
