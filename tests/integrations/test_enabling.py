@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from oracles.language_models import make_model, make_prompts
+from torch._dynamo.exc import Unsupported
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    CompileConfig,
     DynamicCache,
     EncoderDecoderCache,
     MambaConfig,
@@ -110,6 +112,50 @@ def test_a_cache_implementation_of_the_caller_wins() -> None:
     out = generate(model, prompts(), cache_implementation="static", disable_compile=True)
     assert isinstance(out.past_key_values, StaticCache)
     assert generate(model, prompts(), use_cache=False).past_key_values is None
+
+
+@pytest.mark.parametrize(
+    ("how", "kv", "options"),
+    [
+        ("model", "int8:g16", {}),
+        ("model", "auto", {"static": True, "max_tokens": 32}),
+        ("generate", "int4:g16", {"static": True, "max_tokens": 32}),
+    ],
+    ids=["model-paged", "model-static", "generate-static"],
+)
+def test_a_compiled_model_gives_the_same_tokens(how: str, kv: str, options: dict[str, Any]) -> None:
+    """Pages are taken between the graphs."""
+    model, ids, new = make_model(num_layers=1), prompts()["input_ids"][:1], {"max_new_tokens": 2}
+    enable(model, kv, **options)
+    expected = model.generate(ids, do_sample=False, **new)[:, -2:]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        if how == "model":
+            step = torch.compile(model, backend="eager")
+            out = step(ids, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+            position = torch.tensor([[ids.shape[1]]])
+            after = step(token, past_key_values=out.past_key_values, position_ids=position).logits
+            found = torch.cat((token, after[:, -1:].argmax(-1)), 1)
+        else:
+            compilation = CompileConfig(backend="eager", fullgraph=True, mode="reduce-overhead")
+            compilation._compile_all_devices = True
+            found = model.generate(ids, do_sample=False, compile_config=compilation, **new)[:, -2:]
+    torch._dynamo.reset()
+    assert torch.equal(found, expected)
+
+
+def test_one_graph_with_pages_says_what_to_use_instead() -> None:
+    model, ids = make_model(num_layers=1), prompts()["input_ids"][:1]
+    enable(model)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="a cache that is given to the model"):
+        step(ids)
+    with pytest.raises(
+        Unsupported, match="fullgraph=True with a KVCache of static=True that has seen the prompt"
+    ):
+        step(ids, past_key_values=KVCache.for_model(model))
+    torch._dynamo.reset()
 
 
 def test_training_is_refused_until_disabled() -> None:

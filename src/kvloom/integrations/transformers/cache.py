@@ -200,6 +200,11 @@ class KVCache(StatefulCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` in a layer; return keys and values for attention, ``[B, H, N, D]``."""
+        if torch.compiler.is_compiling() and not _is_traceable(self.layers[layer_idx], key_states):
+            pair: tuple[States, States] = _update_between_graphs(
+                self, key_states, value_states, layer_idx, *args, **kwargs
+            )
+            return pair
         if self._cache.is_inconsistent or self.is_frozen:
             self._expect_usable()
         if not 0 <= layer_idx < len(self.layers):
@@ -372,3 +377,17 @@ class KVCache(StatefulCache):
     def _expect_usable(self) -> None:
         self._expect_thawed()
         self._cache.expect_consistent()
+
+
+def _is_traceable(layer: Any, key_states: Tensor) -> bool:
+    """Whether an update of a layer can be a part of a graph: fixed storage that has its memory can."""
+    pages = getattr(layer, "pages", None)
+    return pages is None or (isinstance(pages, FixedLayer) and pages.size == key_states.shape[0])
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="kvloom takes pages, and allocates fixed storage, outside of graphs: use fullgraph=True with a "
+    "KVCache of static=True that has seen the prompt"
+)
+def _update_between_graphs(cache: KVCache, *args: Any, **kwargs: Any) -> tuple[States, States]:
+    return cache.update(*args, **kwargs)

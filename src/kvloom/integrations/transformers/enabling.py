@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from kvloom.integrations.transformers.text_config import text_config_of
 _LOG: Final = logging.getLogger("kvloom")
 _ENABLED: Final = "_kvloom_enabled"
 _PREPARE: Final = "_prepare_cache_for_generation"
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def enable(
@@ -145,9 +147,17 @@ class _ForwardHook:
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if given_cache(kwargs) is not None:
+    ) -> _Arguments | None:
+        if given_cache(kwargs) is not None or kwargs.get("use_cache") is False:
             return None
+        if torch.compiler.is_exporting():
+            return self._with_cache(model, args, kwargs)
+        changed: _Arguments | None = _between_graphs(self._with_cache, model, args, kwargs)
+        return changed
+
+    def _with_cache(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments | None:
         signature = inspect.signature(model.forward)
         given = signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -165,6 +175,14 @@ class _ForwardHook:
         if where < len(args):
             return (*args[:where], cache, *args[where + 1 :]), kwargs
         return args, kwargs | argument
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="kvloom makes the cache of an enabled model outside of graphs: use fullgraph=True with a cache "
+    "that is given to the model"
+)
+def _between_graphs(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
