@@ -83,7 +83,8 @@ class KVCache(StatefulCache):
                 ``"int8,recent=32"`` has a residual window: a token attends to the last 32, itself included,
                 unquantized. With fewer bits the default is 64; ``recent=0`` is none.
             page_size: Tokens in a page.
-            max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
+            max_tokens: Token slots of each layer, all sequences together, rounded up to whole pages;
+                ``None`` grows on demand.
             values: Format of the values, as ``kv``, if it differs from that of the keys.
             layout: Axis order of the pages, see ``CacheFormat``; ``"auto"`` keeps rows where attention is not
                 ``"kvloom"`` when the first tokens are stored.
