@@ -26,7 +26,6 @@ from transformers import (
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, disable, enable
-from kvloom.integrations.transformers.smoothing import smoothing_of
 
 STEPS = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -171,7 +170,6 @@ def test_training_is_refused_until_disabled() -> None:
 def test_disable_takes_it_back() -> None:
     model, inputs = make_model("sdpa"), prompts()
     expected = generate(model, inputs).sequences
-    smoothing_of(model)  # is kept beside the model
     before = dict(vars(model))
     for _ in range(2):
         disable(model)

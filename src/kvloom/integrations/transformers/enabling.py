@@ -21,6 +21,7 @@ from kvloom.integrations.transformers.cache_argument import (
     given_cache,
 )
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
+from kvloom.integrations.transformers.per_state import forget_states
 from kvloom.integrations.transformers.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
@@ -80,10 +81,12 @@ def disable(model: Any) -> None:
 
     An attention implementation that was set in between stays. A model that is not enabled is unchanged.
     """
-    model = _base_of(model)
+    given, model = model, _base_of(model)
     enabled = getattr(model, _ENABLED, None)
     if enabled is not None:
         enabled.remove(model)
+        forget_states(given)
+        forget_states(model)
         delattr(model, _ENABLED)
         release_layers(model, _ENABLED)
 
