@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from oracles.language_models import make_model, make_prompts
+from packaging.version import Version
 from torch._dynamo.exc import Unsupported
 from transformers import (
     BartConfig,
@@ -25,7 +27,8 @@ from transformers import (
 )
 
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers import KVCache, disable, enable
+from kvloom.integrations.transformers import KVCache, continuous_batching, disable, enable
+from kvloom.integrations.transformers.batching import OLDEST, SESSIONS
 
 STEPS = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -155,6 +158,34 @@ def test_one_graph_with_pages_says_what_to_use_instead() -> None:
     ):
         step(ids, past_key_values=KVCache.for_model(model))
     torch._dynamo.reset()
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version(OLDEST), reason="sessions are of later versions"
+)
+@pytest.mark.parametrize("order", ["enable", "enable sessions none", "sessions enable none"])
+def test_transformers_own_sessions_begin_as_before(order: str) -> None:
+    model, ids = make_model("eager"), prompts()["input_ids"][:1]
+    model.generation_config.eos_token_id = -1
+
+    def own() -> list[Any]:
+        options = {"max_new_tokens": 6, "do_sample": False}
+        (output,) = model.generate_batch(ids.tolist(), progress_bar=False, **options).values()
+        paged = model.generate(ids, cache_implementation="paged", **options)
+        return [output.generated_tokens, paged.flatten().tolist()]
+
+    expected = own()
+    for step in order.split():
+        if step == "enable":
+            enable(model, "int8:g16")
+        else:
+            continuous_batching(model, None if step == "none" else "int8:g16")
+    assert own() == expected
+    assert model.config._attn_implementation == "kvloom"  # again
+    assert isinstance(generate(model, prompts()).past_key_values, KVCache)
+    disable(model)
+    assert own() == expected and SESSIONS not in vars(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_training_is_refused_until_disabled() -> None:

@@ -12,6 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, is_refused_by
+from kvloom.integrations.transformers.batching import SESSIONS, put_beneath
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import (
     CACHE_ARGUMENT,
@@ -103,6 +104,7 @@ class _Enabled:
 
     Attributes:
         options: Arguments of ``KVCache.for_model``.
+        attention: Name of the attention that the model had before.
     """
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
@@ -110,26 +112,28 @@ class _Enabled:
         config = text_config_of(model)
         names = [name for name in model.config.sub_configs if getattr(model.config, name) is config]
         self._config_name = names[0] if names else ""
-        self._attention = config._attn_implementation
+        self.attention = config._attn_implementation
         if not is_refused_by(model):
-            self._set_attention(model, IMPLEMENTATION)
+            self.set_attention(model, IMPLEMENTATION)
         # Of an encoder-decoder model each is a new copy.
         if text_config_of(model)._attn_implementation != IMPLEMENTATION:
             _LOG.warning(
-                "attention of %s stays %r: it cannot be replaced", type(model).__name__, self._attention
+                "attention of %s stays %r: it cannot be replaced", type(model).__name__, self.attention
             )
         self._hook = model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
         if hasattr(type(model), _PREPARE):
             setattr(model, _PREPARE, _PrepareCache(model, self))
             setattr(model, VALIDATE, ValidateMode(model))
+        put_beneath(model, _TheirSessions(model, self))
 
     def remove(self, model: PreTrainedModel) -> None:
         """Undo the changes of a model."""
         self._hook.remove()
         for name in vars(model).keys() & {_PREPARE, VALIDATE}:
             delattr(model, name)
+        put_beneath(model, None)
         if text_config_of(model)._attn_implementation == IMPLEMENTATION:
-            self._set_attention(model, self._attention)
+            self.set_attention(model, self.attention)
 
     def cache(self, model: PreTrainedModel) -> Any:
         """An empty cache for ``model``."""
@@ -138,8 +142,36 @@ class _Enabled:
             return cache
         return EncoderDecoderCache(cache, DynamicCache())  # windows are of the text that is generated
 
-    def _set_attention(self, model: PreTrainedModel, name: str) -> None:
-        model.set_attn_implementation({self._config_name: name} if self._config_name else name)
+    def set_attention(self, model: PreTrainedModel, name: str) -> None:
+        """Set the attention of the part of a model that generates text."""
+        model.set_attn_implementation(self.named(name))
+
+    def named(self, attention: str) -> str | dict[str, str]:
+        """Argument of ``set_attn_implementation`` for that part."""
+        return {self._config_name: attention} if self._config_name else attention
+
+
+class _TheirSessions:
+    """Replacement of the method that makes a session of transformers' own, with the attention of before.
+
+    Such sessions refuse kvloom's attention, which comes back when the session stops.
+    """
+
+    def __init__(self, model: PreTrainedModel, enabled: _Enabled) -> None:
+        self._model, self._enabled = model, enabled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, begin = self._model, getattr(type(self._model), SESSIONS)
+        if text_config_of(model)._attn_implementation != IMPLEMENTATION:
+            return begin(model, *args, **kwargs)
+        self._enabled.set_attention(model, self._enabled.attention)
+        try:
+            manager = begin(model, *args, **kwargs)
+        except BaseException:
+            self._enabled.set_attention(model, IMPLEMENTATION)
+            raise
+        manager._original_attn_impl = self._enabled.named(IMPLEMENTATION)
+        return manager
 
 
 class _ForwardHook:
