@@ -108,6 +108,26 @@ def test_a_cache_of_the_caller_wins() -> None:
     assert generate(model, inputs, past_key_values=ours).past_key_values is ours
 
 
+@pytest.mark.skipif(not hasattr(StaticCache, "get_query_offset"), reason="this version slices in another way")
+@pytest.mark.parametrize("lengths", [[9], [9, 5]], ids=["plain", "padded"])
+def test_a_cache_that_holds_the_whole_text_is_refused_by_name(lengths: list[int]) -> None:
+    """``generate`` would feed the text a second time."""
+    model, inputs = make_model(), make_prompts(lengths)
+    expected = generate(model, inputs).sequences
+    enable(model)
+    cache = KVCache.for_model(model)
+    with torch.no_grad():
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        model(**inputs, position_ids=positions, past_key_values=cache)
+    with pytest.raises(
+        ArgumentError, match=r"^input_ids must have tokens that are not in the cache, got 9 and"
+    ):
+        generate(model, inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 9
+    cache.crop(-1)
+    assert torch.equal(generate(model, inputs, past_key_values=cache).sequences, expected)
+
+
 def test_a_cache_implementation_of_the_caller_wins() -> None:
     model = make_model()
     enable(model)

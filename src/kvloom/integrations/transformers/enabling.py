@@ -225,6 +225,18 @@ def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
     return bool(getattr(text_config_of(model), "use_cache", False) if use_cache is None else use_cache)
 
 
+def _expect_new_tokens(cache: KVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise ArgumentError if a cache has all tokens of the text, which ``generate`` then feeds again."""
+    mask = model_kwargs.get("attention_mask")
+    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+    held = int(cache.get_seq_length())
+    if length is not None and 0 < length <= held:
+        raise ArgumentError(
+            f"input_ids must have tokens that are not in the cache, got {length} and a cache of {held}: "
+            "crop(-1) leaves the last one to be computed"
+        )
+
+
 class _PrepareCache:
     """Replacement of ``generate``'s method that makes a cache if the caller gave none."""
 
@@ -235,7 +247,10 @@ class _PrepareCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        model, is_given = self._model, given_cache(model_kwargs) is not None
+        model, given = self._model, given_cache(model_kwargs)
+        is_given = given is not None
+        if isinstance(given, KVCache):
+            _expect_new_tokens(given, generation_config, model_kwargs)
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")
