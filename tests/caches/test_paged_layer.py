@@ -9,7 +9,7 @@ import torch
 from oracles.bits import FLOATS, assert_same_bits, generator
 from torch import Tensor
 
-from kvloom.caches import PagedLayer
+from kvloom.caches import PagedLayer, Pages, Sequences
 from kvloom.caches.paged import CacheFormat
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError, KVError, OutOfPages, ShapeError, StateError
@@ -238,12 +238,17 @@ def test_refused_first_append_leaves_the_layer_as_new() -> None:
     assert_same_bits(layer.gather(torch.float32)[0], key, "key")
 
 
-def test_max_tokens_that_is_no_multiple_of_a_page_is_not_exceeded() -> None:
-    layer = PagedLayer(CacheFormat(page_size=4, max_tokens=10))
-    append(layer, 1, 8)
-    with pytest.raises(OutOfPages):
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 15, 16, 17, 100])
+def test_as_many_tokens_as_were_said_fit_and_their_last_page(max_tokens: int, is_kept: bool) -> None:
+    format = CacheFormat(page_size=16, max_tokens=max_tokens)
+    layer = PagedLayer(format, Sequences(Pages(format, is_kept)))
+    append(layer, 1, max_tokens)
+    fits = -(-max_tokens // 16) * 16
+    append(layer, 1, fits - max_tokens)
+    with pytest.raises(OutOfPages, match=f"got {max_tokens} with"):
         append(layer, 1, 1)
-    assert layer.nbytes == 8 * layer.nbytes_per_token
+    assert layer.nbytes == fits * layer.nbytes_per_token
 
 
 # --- refused ------------------------------------------------------------------------------------------------
@@ -310,7 +315,7 @@ def test_gather_needs_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [({"page_size": n}, "page_size") for n in (0, -1, True, 1.5, None)]
-    + [({"max_tokens": n}, "max_tokens") for n in (0, 15, -1)],
+    + [({"max_tokens": n}, "max_tokens") for n in (0, -1)],
     ids=str,
 )
 def test_bad_format_is_refused_by_name(change: dict[str, object], name: str) -> None:

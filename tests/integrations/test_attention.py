@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from kvloom.caches import CacheFormat, PagedLayer, Tokens
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.attention import attention
 from kvloom.integrations.transformers.lazy_states import LazyStates
@@ -319,3 +319,47 @@ def test_a_mask_of_other_rows_heads_or_queries_is_refused(shape: tuple[int, ...]
     x = torch.randn(2, 4, 3, 8)
     with pytest.raises(ArgumentError, match="must have 2 rows, 4 heads and 3 queries, or 1 for all, got"):
         attention(torch.nn.Module(), x, x, x, torch.ones(shape, dtype=torch.bool))
+
+
+ROUNDINGS = 16 * 2**-8
+"""Allowed distance of logits that bfloat16 rounded in another order, of each operation of four layers."""
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Falcon-H1", "DeepSeek-V3"])
+def test_float32_under_autocast_gives_the_stock_logits(name: str) -> None:
+    """RoPE leaves keys in float32 beside values of autocast's dtype, in which attention computes."""
+    if name not in FAMILIES:
+        pytest.skip("this version has no such layers")
+    model, ids = family(name), make_prompts([14])["input_ids"] % 99
+
+    def logits(cache: Any) -> Tensor:
+        return torch.cat([model(x, past_key_values=cache).logits for x in ids.split((9, 1, 4), 1)], 1)
+
+    options: list[dict[str, Any]] = [{}, {"kv": "bfloat16"}]
+    options += [] if name == "Falcon-H1" else [{"static": True, "max_tokens": 32}]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = logits(DynamicCache(config=model.config))
+        for given in options:
+            rounding = ROUNDINGS if "static" in given else 0  # masks make sums of others
+            found = logits(KVCache.for_model(model, **given))
+            assert (found - expected).abs().max() <= rounding * expected.abs().max()
+        model.set_attn_implementation("kvloom")
+        for given in (*options, {"kv": "int8:g8"}):
+            found = logits(KVCache.for_model(model, **given))
+            assert (found - expected).norm() < ROUNDINGS * expected.norm()
+        assert (model(ids, use_cache=False).logits - expected).norm() < ROUNDINGS * expected.norm()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_text_in_and_out_of_autocast_is_refused_by_name(first: bool) -> None:
+    model = make_model(num_layers=1)
+    cache, ids = KVCache.for_model(model), make_prompts([9])["input_ids"]
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16, enabled=first):
+            model(ids[:, :8], past_key_values=cache)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=not first),
+            pytest.raises(ShapeError, match=r"in one dtype of torch\.autocast, or without it"),
+        ):
+            model(ids[:, 8:], past_key_values=cache)
+        assert cache.get_seq_length() == 8

@@ -11,12 +11,16 @@ import torch
 import transformers
 from integrations.test_families import family
 from oracles.language_models import FakeQuantCache, make_model
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, EncoderDecoderCache
 
 from kvloom.errors import ArgumentError, ConfigError, OutOfPages, StateError, UnsupportedError
-from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
+from kvloom.integrations.transformers.batching import OLDEST, continuous_batching
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.planning.model import ModelShape
 
 
 @pytest.fixture(autouse=True)
@@ -282,5 +286,38 @@ def test_too_little_memory_for_fixed_storage_says_what_would_fit() -> None:
 def test_a_static_cache_beside_recurrent_states_is_refused() -> None:
     if not hasattr(transformers.cache_utils, "LinearAttentionLayer"):
         pytest.skip("this version has no such layers")
-    with pytest.raises(UnsupportedError):
+    why = "static must be False for FalconH1ForCausalLM, whose layers keep recurrent states beside keys"
+    with pytest.raises(UnsupportedError, match=why):
         KVCache.for_model(family("Falcon-H1"), static=True, max_tokens=64)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.cache_utils, "LinearAttentionLayer"),
+    reason="this version names no kinds of layers",
+)
+def test_attention_alone_in_a_class_of_hybrid_models_is_served_by_every_door() -> None:
+    """As Granite 4.0's dense models are published."""
+    config = transformers.GraniteMoeHybridConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=64, shared_intermediate_size=64, num_hidden_layers=2,
+        layer_types=["attention"] * 2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=0,
+        num_experts_per_tok=0, position_embedding_type="rope", mamba_n_heads=8, mamba_d_head=16,
+        initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GraniteMoeHybridForCausalLM(config).eval()
+    ids, options = text(20), {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
+    for cache in (
+        KVCache.for_model(model),
+        KVCache.for_model(model, static=True, max_tokens=32),
+        KVPool.for_model(model, max_tokens=64).begin(ids),
+    ):
+        assert torch.equal(model.generate(ids, **{CACHE_ARGUMENT: cache}, **options), expected)
+    enable(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+    disable(model)
+    assert len(ModelShape.of(config).layers) == 2
+    if Version(transformers.__version__) >= Version(OLDEST):
+        continuous_batching(model)
+        (output,) = model.generate_batch([ids[0].tolist()], progress_bar=False, **options).values()
+        assert output.generated_tokens == expected[0, 20:].tolist()

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from oracles.language_models import make_model, make_prompts
+from packaging.version import Version
+from torch._dynamo.exc import Unsupported
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    CompileConfig,
     DynamicCache,
     EncoderDecoderCache,
     MambaConfig,
@@ -23,8 +27,8 @@ from transformers import (
 )
 
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers import KVCache, disable, enable
-from kvloom.integrations.transformers.smoothing import smoothing_of
+from kvloom.integrations.transformers import KVCache, continuous_batching, disable, enable
+from kvloom.integrations.transformers.batching import OLDEST, SESSIONS
 
 STEPS = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -104,12 +108,104 @@ def test_a_cache_of_the_caller_wins() -> None:
     assert generate(model, inputs, past_key_values=ours).past_key_values is ours
 
 
+@pytest.mark.skipif(not hasattr(StaticCache, "get_query_offset"), reason="this version slices in another way")
+@pytest.mark.parametrize("lengths", [[9], [9, 5]], ids=["plain", "padded"])
+def test_a_cache_that_holds_the_whole_text_is_refused_by_name(lengths: list[int]) -> None:
+    """``generate`` would feed the text a second time."""
+    model, inputs = make_model(), make_prompts(lengths)
+    expected = generate(model, inputs).sequences
+    enable(model)
+    cache = KVCache.for_model(model)
+    with torch.no_grad():
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        model(**inputs, position_ids=positions, past_key_values=cache)
+    with pytest.raises(
+        ArgumentError, match=r"^input_ids must have tokens that are not in the cache, got 9 and"
+    ):
+        generate(model, inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 9
+    cache.crop(-1)
+    assert torch.equal(generate(model, inputs, past_key_values=cache).sequences, expected)
+
+
 def test_a_cache_implementation_of_the_caller_wins() -> None:
     model = make_model()
     enable(model)
     out = generate(model, prompts(), cache_implementation="static", disable_compile=True)
     assert isinstance(out.past_key_values, StaticCache)
     assert generate(model, prompts(), use_cache=False).past_key_values is None
+
+
+@pytest.mark.parametrize(
+    ("how", "kv", "options"),
+    [
+        ("model", "int8:g16", {}),
+        ("model", "auto", {"static": True, "max_tokens": 32}),
+        ("generate", "int4:g16", {"static": True, "max_tokens": 32}),
+    ],
+    ids=["model-paged", "model-static", "generate-static"],
+)
+def test_a_compiled_model_gives_the_same_tokens(how: str, kv: str, options: dict[str, Any]) -> None:
+    """Pages are taken between the graphs."""
+    model, ids, new = make_model(num_layers=1), prompts()["input_ids"][:1], {"max_new_tokens": 2}
+    enable(model, kv, **options)
+    expected = model.generate(ids, do_sample=False, **new)[:, -2:]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        if how == "model":
+            step = torch.compile(model, backend="eager")
+            out = step(ids, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+            position = torch.tensor([[ids.shape[1]]])
+            after = step(token, past_key_values=out.past_key_values, position_ids=position).logits
+            found = torch.cat((token, after[:, -1:].argmax(-1)), 1)
+        else:
+            compilation = CompileConfig(backend="eager", fullgraph=True, mode="reduce-overhead")
+            compilation._compile_all_devices = True
+            found = model.generate(ids, do_sample=False, compile_config=compilation, **new)[:, -2:]
+    torch._dynamo.reset()
+    assert torch.equal(found, expected)
+
+
+def test_one_graph_with_pages_says_what_to_use_instead() -> None:
+    model, ids = make_model(num_layers=1), prompts()["input_ids"][:1]
+    enable(model)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="a cache that is given to the model"):
+        step(ids)
+    with pytest.raises(
+        Unsupported, match="fullgraph=True with a KVCache of static=True that has seen the prompt"
+    ):
+        step(ids, past_key_values=KVCache.for_model(model))
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version(OLDEST), reason="sessions are of later versions"
+)
+@pytest.mark.parametrize("order", ["enable", "enable sessions none", "sessions enable none"])
+def test_transformers_own_sessions_begin_as_before(order: str) -> None:
+    model, ids = make_model("eager"), prompts()["input_ids"][:1]
+    model.generation_config.eos_token_id = -1
+
+    def own() -> list[Any]:
+        options = {"max_new_tokens": 6, "do_sample": False}
+        (output,) = model.generate_batch(ids.tolist(), progress_bar=False, **options).values()
+        paged = model.generate(ids, cache_implementation="paged", **options)
+        return [output.generated_tokens, paged.flatten().tolist()]
+
+    expected = own()
+    for step in order.split():
+        if step == "enable":
+            enable(model, "int8:g16")
+        else:
+            continuous_batching(model, None if step == "none" else "int8:g16")
+    assert own() == expected
+    assert model.config._attn_implementation == "kvloom"  # again
+    assert isinstance(generate(model, prompts()).past_key_values, KVCache)
+    disable(model)
+    assert own() == expected and SESSIONS not in vars(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_training_is_refused_until_disabled() -> None:
@@ -125,7 +221,6 @@ def test_training_is_refused_until_disabled() -> None:
 def test_disable_takes_it_back() -> None:
     model, inputs = make_model("sdpa"), prompts()
     expected = generate(model, inputs).sequences
-    smoothing_of(model)  # is kept beside the model
     before = dict(vars(model))
     for _ in range(2):
         disable(model)

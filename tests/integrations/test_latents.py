@@ -345,3 +345,15 @@ def test_why_a_layer_is_expanded_is_said() -> None:
 def test_other_models_have_no_latents() -> None:
     assert has_latents(family("deepseek_v3").config)
     assert not has_latents(transformers.LlamaConfig())
+
+
+def test_a_class_that_is_tried_under_autocast_first_is_known_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = family(FAMILIES[0])
+    KVCache.for_model(model)
+    (owner, *_) = {type(x) for x in model.modules() if latents.why_not_absorbed(x) is None}
+    monkeypatch.delattr(owner, latents._IS_LINEAR)
+    with torch.autocast("cpu", torch.bfloat16):
+        KVCache.for_model(model)
+    assert getattr(owner, latents._IS_LINEAR)

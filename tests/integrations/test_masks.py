@@ -110,6 +110,20 @@ def test_a_compact_mask_computes_as_what_it_stands_for() -> None:
         assert torch.equal(actual, expected)
 
 
+def test_a_mask_without_columns_for_stored_tokens_is_refused() -> None:
+    """transformers would hide as many of the new tokens."""
+    model = make_model("kvloom", num_layers=1)
+    cache, ids = KVCache.for_model(model), torch.arange(3, 9)[None]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        mask = torch.ones_like(ids)
+        with pytest.raises(
+            ArgumentError, match=r"a column for each of 12 tokens, those of the cache .* got 6$"
+        ):
+            model(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 6
+
+
 def test_a_compact_mask_is_handed_on_as_it_is() -> None:
     """To another device, through ``generate``, and by a model to which it is given."""
     mask, whole = compact()

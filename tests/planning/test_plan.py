@@ -89,11 +89,12 @@ def test_codes_scales_and_waste_are_those_of_the_tensors(kv: str, values: str | 
     assert planned.total == sum((planned.weights, planned.cache, planned.scales, planned.tables))
 
 
-def test_a_plan_is_what_a_pool_allocates() -> None:
+@pytest.mark.parametrize(("batch", "max_tokens"), [(2, 2 * 20), (1, 18)])
+def test_a_plan_is_what_a_pool_allocates(batch: int, max_tokens: int) -> None:
     model = family("DeepSeek-V3")
-    pool = KVPool.for_model(model, kv="int8:g8", page_size=4, max_tokens=2 * 20)
-    cache = filled(model, pool.begin(torch.ones(2, 18, dtype=torch.int64)), 2, 18)
-    planned = kvloom.plan(model.config, "int8:g8", context=18, batch=2, page_size=4)
+    pool = KVPool.for_model(model, kv="int8:g8", page_size=4, max_tokens=max_tokens)
+    cache = filled(model, pool.begin(torch.ones(batch, 18, dtype=torch.int64)), batch, 18)
+    planned = kvloom.plan(model.config, "int8:g8", context=18, batch=batch, page_size=4)
     assert planned.cache + planned.scales == cache.nbytes
     assert planned.by_kind().keys() == {"latent"}
 

@@ -26,7 +26,7 @@ from kvloom.serving.settings import Settings
 SETTINGS = Settings(port=0, max_answers=2)
 
 
-def other_model(**sizes: int) -> Any:
+def other_model(**sizes: Any) -> Any:
     """A model of random weights with the tokens of the bundled one."""
     torch.manual_seed(1)
     given: dict[str, Any] = {
@@ -71,6 +71,17 @@ def test_all_are_listed_and_each_answers_by_its_names(server: Served) -> None:
     texts = [answer["choices"][0]["text"] for answer in said.values()]
     assert texts[0] != texts[1] == texts[2]
     assert said["folder/noise"]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_any_of_a_models_ends_ends_an_answer(server: Served) -> None:
+    """Published configurations of Llama 3, Gemma 3 and GLM have a list of ends."""
+    session = make_session("auto", {"num_blocks": 64}, SETTINGS, other_model(eos_token_id=[2040, 2041]))
+    assert session.end_tokens == {2040, 2041}
+    with running([Model(("noise",), session)], SETTINGS) as port:
+        served = Served(session, port, SETTINGS)
+        for end in (2040, 2041):
+            (choice,) = ask(served, logit_bias={str(end): 100})[1]["choices"]
+            assert choice["finish_reason"] == "stop"
 
 
 def test_a_model_that_is_none_is_not_found(server: Served) -> None:

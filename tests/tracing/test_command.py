@@ -79,7 +79,7 @@ def test_what_a_store_read_is_no_miss_and_what_it_says_later_counts() -> None:
 def test_the_table_and_json_say_the_same(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "replay", str(trace), "--capacity", "10k", "--json"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert said["num_pages"] == 19 and said["found"] + said["missed"] == said["asked"]
+    assert said["num_pages"] == 20 and said["found"] + said["missed"] == said["asked"]
     assert main(["trace", "replay", str(trace), "--capacity", "10k"]) == 0
     table = capsys.readouterr().out
     assert all(f"{number:,}  {cause}" in table for cause, number in said["causes"].items())

@@ -44,7 +44,7 @@ class CacheFormat:
         dtype: Dtype of unquantized storage; ``None`` for that of the keys.
         quant: Codes of the keys; ``None`` for unquantized storage.
         page_size: Token slots in a page.
-        max_tokens: Token slots in all, of all sequences; ``None`` grows on demand.
+        max_tokens: Token slots in all, of all sequences, rounded up to whole pages; ``None`` grows on demand.
         values: Format of the values, of which only ``dtype`` and ``quant`` count; ``None`` for that of the
             keys.
         layout: Axis order. ``"NHD"`` pages are ``[slots, H, D]``, ``"HND"`` pages ``[H, slots, D]``.
@@ -75,10 +75,8 @@ class CacheFormat:
     def __post_init__(self) -> None:
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
             raise ConfigError(f"page_size must be a positive int, got {self.page_size!r}")
-        if self.max_tokens is not None and self.max_tokens < self.page_size:
-            raise ConfigError(
-                f"max_tokens must be at least one page of {self.page_size}, got {self.max_tokens!r}"
-            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
         if self.layout not in PAGE_LAYOUTS:
             raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
         if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
@@ -156,6 +154,11 @@ class CacheFormat:
         if not value.shape[3]:
             return spec, None
         return spec, (self.values or self).spec(value.shape[1], value.shape[3], key.dtype)
+
+    @property
+    def max_pages(self) -> int | None:
+        """Pages of ``max_tokens``; ``None`` for no bound."""
+        return None if self.max_tokens is None else -(-self.max_tokens // self.page_size)
 
     def residual_window(self, window: int | None) -> int:
         """Length of the residual window of layers with this attention window; ``None`` for no window."""

@@ -121,11 +121,11 @@ class Pages:
 
     def keep(self) -> None:
         """Allocate all ``max_tokens`` for good, as ``is_kept`` does, and a share for residual windows."""
-        size, num_tokens = self.format.page_size, self.format.max_tokens or 0
-        self._keep(num_tokens // size)
+        num_pages = self.format.max_pages or 0
+        self._keep(num_pages)
         if self.residual is not None:
-            end = -(-(num_exact(self.format.recent) + 1) // size) + 1
-            self.residual._keep(max(num_tokens // _SHARE // size, _ENDS * end))
+            end = -(-(num_exact(self.format.recent) + 1) // self.format.page_size) + 1
+            self.residual._keep(max(num_pages // _SHARE, _ENDS * end))
 
     def _keep(self, num_pages: int) -> None:
         expect_memory(
@@ -201,8 +201,8 @@ class Pages:
             return True
         have, num_extents = self.pool.num_pages, self.pool.num_extents
         wanted = min(have + max(have // 4, missing * num_extents), 2 * num_pages * num_extents)
-        if self.format.max_tokens is not None:
-            wanted = min(wanted, self.format.max_tokens // self.format.page_size)
+        if self.format.max_pages is not None:
+            wanted = min(wanted, self.format.max_pages)
         if wanted > have:
             self._grow(wanted, num_extents)
         return False
@@ -301,7 +301,7 @@ class Pages:
 
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
         """Number of pages that the pool must have."""
-        size, max_tokens, have = self.format.page_size, self.format.max_tokens, self.pool.num_pages
+        size, limit, have = self.format.page_size, self.format.max_pages, self.pool.num_pages
         missing = growth.num_pages - self.pool.num_free - self.pool.num_evictable
         if missing <= 0:
             return have
@@ -311,13 +311,12 @@ class Pages:
         wanted = have + (missing if self.is_window else max(have // 4, doubled, missing))
         if self.most is not None:
             wanted = max(have + missing, min(wanted, self.most * max(self.pool.num_extents, 1)))
-        if max_tokens is None:
+        if limit is None:
             return wanted
-        limit = max_tokens // size
         if have + missing > limit:
             raise OutOfPages(
                 f"max_tokens must be at least {(have + missing) * size} to hold "
                 f"{counted(max(num_tokens), 'more token')} of {counted(len(num_tokens), 'sequence')}, "
-                f"got {max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
+                f"got {self.format.max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
             )
         return min(wanted, limit)

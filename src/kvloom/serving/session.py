@@ -15,7 +15,7 @@ from kvloom.integrations.transformers.batching.agent_sessions import AgentSessio
 from kvloom.integrations.transformers.batching.config import expect_known
 from kvloom.integrations.transformers.batching.report import BatchReport
 from kvloom.integrations.transformers.batching.sampling import choose_by_request
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.text_config import text_config_of, token_ids_in
 from kvloom.serving import Refused
 from kvloom.serving.answers import Answers
 from kvloom.serving.picture_chats import PictureChats, picture_chats
@@ -93,8 +93,7 @@ class Session:
             self.pictures = picture_chats(*args, **how, batch_invariant=batch_invariant)
         layers: dict[str, Any] = {"batch_invariant": batch_invariant, "pack": pack}
         continuous_batching(model, kv, values=values, policy=policy, **layers, store=self.store)
-        eos = model.generation_config.eos_token_id
-        ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        ends = token_ids_in(model.generation_config.eos_token_id)
         self.end_tokens = frozenset(ends)
         greedy = GenerationConfig(do_sample=False, eos_token_id=ends or -1)  # each request overrides it
         self.grammars = Grammars(tokenizer, ends, _num_logits(model))

@@ -64,7 +64,7 @@ def replay(
 
     Args:
         requests: Requests in order; their times are ignored.
-        capacity: Number of tokens.
+        capacity: Number of tokens, rounded up to whole pages.
         policy: One of ``POLICIES``.
         page_size: Tokens in a page; see ``paged``.
         below: Capacity, in tokens, of a store below that gets the blocks of every request and evicts by LRU.
@@ -79,7 +79,7 @@ def replay(
     if policy not in POLICIES:
         raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     requests = paged(requests, page_size)
-    found = _found(requests, capacity // page_size, policy)
+    found = _found(requests, -(-capacity // page_size), policy)
     ends = found
     if below:
         ends = [*map(max, found, _found(requests, below // page_size, "lru"))]

@@ -38,7 +38,7 @@ def replay_states(
 
     Args:
         requests: Requests in order; their times are ignored.
-        capacity: Number of tokens, as ``max_tokens`` of the pool.
+        capacity: Number of tokens, as ``max_tokens`` of the pool, rounded up to whole pages.
         policy: ``"lru"`` or ``"ours"``.
         page_size: Tokens in a page; see ``paged``.
         max_states: Number of texts whose states are kept: ``max_state_bytes`` of the pool divided by the
@@ -71,7 +71,7 @@ def replay_states(
     most = _MOST * len(requests)
     num_states = most if max_states is None else min(max_states, most)
     store = Below(below, page_size, state_tokens) if below and state_tokens is not None else None
-    num_pages = min(capacity // page_size, _USED * sum(len(x.hash_ids) for x in requests))
+    num_pages = min(-(-capacity // page_size), _USED * sum(len(x.hash_ids) for x in requests))
     pool = StatefulPool(num_pages, num_states, page_size, interval, policy, store)
     num_found = sum(pool.ask(x.hash_ids, x.input_length) for x in requests)
     return Hits(

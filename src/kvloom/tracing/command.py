@@ -65,8 +65,8 @@ def _replay(args: argparse.Namespace) -> None:
     _expect_another("--events", args.events, args.trace)
     lookups, page_size = read_lookups(args.trace)
     if capacity is not None:
-        num_pages = capacity // page_size
-        if num_pages < 1:
+        num_pages = -(-capacity // page_size)
+        if capacity < page_size:
             raise ArgumentError(f"--capacity must be at least {page_size} tokens, got {capacity}")
     elif '"format"' in _first_line(args.trace):
         num_pages = max(

@@ -13,9 +13,11 @@ from oracles.language_models import make_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers import continuous_batching, enable
+from kvloom.integrations.transformers import KVCache, continuous_batching, enable
 from kvloom.integrations.transformers.batching import groups, self_check
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.isolation import check_isolation
+from kvloom.integrations.transformers.text_config import token_ids_in
 
 STEP = "^model must compute a step of continuous batching, which {} does not: "
 LOGITS = "^model must have the same logits in continuous batching as in a plain forward, got {} whose logits "
@@ -123,6 +125,28 @@ def test_families_that_are_right_are_accepted(name: str, dtype: torch.dtype) -> 
     assert continuous_batching(model) is model
     assert seen, "nothing was computed"
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("ends", [[2, 5, 7], 2, None], ids=["several", "one", "none"])
+def test_a_model_is_served_with_any_number_of_ends(ends: Any) -> None:
+    """Published configurations of Llama 3, Gemma 3 and GLM have a list of them."""
+    model = family("Llama", eos_token_id=ends, pad_token_id=None)
+    model.generation_config.eos_token_id = ends
+    expected = model.generate(torch.tensor([[9, 8, 7]]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    continuous_batching(model)
+    settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=ends)
+    (output,) = model.generate_batch([[9, 8, 7]], settings, progress_bar=False).values()
+    assert output.generated_tokens == expected
+    continuous_batching(model, None)
+    assert not [check for check in check_isolation(model) if check.problem]
+    assert KVCache.for_model(model, kv="int8:g8").num_rows == 0  # which chooses tokens to calibrate with
+
+
+def test_ids_are_read_from_whatever_names_them() -> None:
+    for given in (7, [7], (7,), torch.tensor(7), torch.tensor([7]), {7}):
+        assert token_ids_in(given) == [7]
+    assert token_ids_in(None) == []
+    assert token_ids_in([1, 128_009]) == [1, 128_009]
 
 
 def test_a_model_that_multiplies_what_is_rounded_is_accepted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.integrations.transformers import disable, enable
+from kvloom.integrations.transformers.per_state import without_hooks
 from kvloom.integrations.transformers.smoothing import LayerSmoothing, smoothing_of
 from kvloom.integrations.transformers.watch import ModelWatch
 
@@ -58,11 +60,12 @@ def test_a_model_is_as_before(training: bool, attention: str) -> None:
 
 
 def test_random_numbers_of_a_forward_are_none_of_the_callers() -> None:
-    def draw(module: nn.Module, args: Any, output: Any) -> Any:
-        return output + 1e-6 * torch.rand(1)
+    class Draw(nn.SiLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1e-6 * torch.rand(1)
 
     model = make_model()
-    model.model.layers[0].register_forward_hook(draw)
+    model.model.layers[0].mlp.act_fn = Draw()
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -70,22 +73,36 @@ def test_random_numbers_of_a_forward_are_none_of_the_callers() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-class Failing:
-    """A hook that raises."""
+def read_by(model: Any) -> list[torch.Tensor]:
+    """Tokens that a model reads from now on."""
+    embedding, seen = model.model.embed_tokens, list[torch.Tensor]()
+    forward = embedding.forward
 
-    def __call__(self, *args: Any) -> None:
+    def watched(tokens: torch.Tensor) -> Any:
+        seen.append(tokens)
+        return forward(tokens)
+
+    embedding.forward = watched
+    return seen
+
+
+class Failing(nn.Module):
+    """A layer that raises."""
+
+    def forward(self, *args: Any) -> None:
         raise RuntimeError("no\nsuch tokens")
 
 
 def test_a_model_that_raises_is_as_before_and_has_none(recwarn: pytest.WarningsRecorder) -> None:
     model = make_model()
     model.train()
-    handle = model.model.layers[1].register_forward_hook(Failing())
+    act = model.model.layers[1].mlp.act_fn
+    model.model.layers[1].mlp.act_fn = Failing()
     before = observed(model)
     found = smoothing_of(model)
     assert found == (LayerSmoothing(None, "calibration failed: RuntimeError: no such tokens"),) * 3
     assert observed(model) == before and not recwarn.list
-    handle.remove()
+    model.model.layers[1].mlp.act_fn = act
     assert all(x.smoothing is not None for x in smoothing_of(model))
 
 
@@ -110,9 +127,8 @@ def test_weights_that_are_not_finite_give_none() -> None:
 def test_a_model_of_few_positions_reads_as_many_as_it_has(positions: int) -> None:
     config = copy.deepcopy(make_model().config)
     config.max_position_embeddings = positions
-    seen: list[torch.Tensor] = []
     model = LlamaForCausalLM(config)
-    model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    seen = read_by(model)
     assert all(x.smoothing is not None for x in smoothing_of(model))
     assert seen[0].shape == (2, positions * 3 // 4)
 
@@ -135,8 +151,9 @@ def test_tokens_are_the_same_each_time_and_none_has_a_meaning() -> None:
                         num_attention_heads=2, bos_token_id=1, eos_token_id=[2, 15], pad_token_id=0)
         )  # fmt: skip
         model.config.image_token_id = 7
-        model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+        read = read_by(model)
         smoothing_of(model)
+        seen += read
     assert torch.equal(seen[0], seen[1])
     assert set(seen[0].flatten().tolist()) == set(range(16)) - {0, 1, 2, 7, 15}
 
@@ -163,19 +180,39 @@ def test_what_is_written_is_measured_anew() -> None:
     assert digests(second)[0] != digests(first)[0]
 
 
-def test_states_of_hooks_are_kept() -> None:
-    def enlarge(module: nn.Module, args: Any, output: Any) -> Any:
-        factor = torch.ones(output.shape[-1])
-        factor[[3, 11]] = 16.0
-        return output * factor
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "global hook", "global pre-hook"])
+def test_hooks_are_called_with_no_tokens_but_the_callers(kind: str) -> None:
+    model, seen = make_model(), list[object]()
+    expected = digests(smoothing_of(make_model()))
 
-    model = make_model()
-    first = smoothing_of(model)
-    handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(enlarge)
-    second = smoothing_of(model)
-    assert digests(second)[0] != digests(first)[0]
-    handle.remove()
-    assert smoothing_of(model) is first
+    def enlarge(module: nn.Module, *given: Any) -> Any:
+        seen.append(module)
+        return tuple(16 * x for x in given[0]) if "pre" in kind else 16 * given[-1]
+
+    register = {
+        "hook": model.model.layers[0].self_attn.k_proj.register_forward_hook,
+        "pre-hook": model.model.layers[0].self_attn.k_proj.register_forward_pre_hook,
+        "global hook": nn.modules.module.register_module_forward_hook,
+        "global pre-hook": nn.modules.module.register_module_forward_pre_hook,
+    }[kind]
+    with register(enlarge):
+        assert digests(smoothing_of(model)) == expected and not seen
+        other = Thread(target=lambda: model.model.layers[0].self_attn.k_proj(torch.ones(1, 64)))
+        with without_hooks(model):
+            other.start(), other.join()
+        assert seen.count(model.model.layers[0].self_attn.k_proj) == 1  # of another thread
+        model.model.layers[0].self_attn.k_proj(torch.ones(1, 64))
+        assert len(seen) == 2
+    assert not model.model.layers[0].self_attn.k_proj._forward_hooks
+
+
+def test_a_hook_that_is_removed_meanwhile_stays_removed() -> None:
+    layer, seen = nn.Linear(1, 1), list[int]()
+    handle = layer.register_forward_hook(lambda *args: seen.append(1))
+    with without_hooks(layer):
+        handle.remove()
+    layer(torch.ones(1))
+    assert not seen
 
 
 def test_adapters_have_a_smoothing_of_their_own() -> None:

@@ -22,7 +22,7 @@ from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
 from kvloom.integrations.transformers.latents import Absorbed, ExpandedStates
 from kvloom.integrations.transformers.lazy_states import LazyStates, refuse_gradient
-from kvloom.integrations.transformers.lazy_tensor import LazyTensor
+from kvloom.integrations.transformers.lazy_tensor import LazyTensor, as_autocast
 from kvloom.integrations.transformers.masks import CompactMask, visible
 
 IMPLEMENTATION: Final = "kvloom"
@@ -76,6 +76,8 @@ def attention(
         ArgumentError: the mask has another shape.
         UnsupportedError: dropout, attention weights or another unsupported option is requested.
     """
+    if not query.dtype == key.dtype == value.dtype:
+        query, key, value = as_autocast(query, key, value)
     if dropout > 0 or not _ASKED.isdisjoint(kwargs):
         _expect_served(dropout, kwargs)
     if indices is not None and indices.shape[2] >= _num_columns(key):

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import transformers
 from transformers import DynamicCache, cache_utils
@@ -184,10 +184,19 @@ def _own_streams(config: Any, index: int) -> dict[str, bool]:
 
 
 def keeps_states_elsewhere(model: Any, layers: Sequence[Any]) -> bool:
-    """Whether a model has recurrent states that no layer of its cache keeps."""
-    return bool(getattr(model, "_is_stateful", False)) and not any(
-        isinstance(x, StatefulLayer) for x in layers
-    )
+    """Whether a model has recurrent states that no layer of its cache keeps.
+
+    A class of hybrid models may have a configuration that names layers of attention alone, as Granite 4.0's
+    dense models do.
+    """
+    if not getattr(model, "_is_stateful", False) or any(isinstance(x, StatefulLayer) for x in layers):
+        return False
+    kinds = getattr(text_config_of(model), "layer_types", None) or ["unknown"]
+    return not all(kind in _KINDS for kind in kinds)
+
+
+def _refuse_static(model: Any, why: str) -> NoReturn:
+    raise UnsupportedError(f"static must be False for {type(model).__name__}, whose {why}")
 
 
 def make_layers(
@@ -206,7 +215,7 @@ def make_layers(
 
     Raises:
         UnsupportedError: this version of transformers describes the model wrongly, or ``static`` is true and
-            a layer has recurrent states.
+            a layer has recurrent states beside keys and values, or storage of its own that grows.
     """
     config = text_config_of(model)
     if not getattr(type(model), "_supports_default_dynamic_cache", lambda: True)():
@@ -214,9 +223,7 @@ def make_layers(
             f"model must work with a DynamicCache, got {type(model).__name__}, which has a cache of its own"
         )
     if static and has_windows_of_keeping(config):
-        raise UnsupportedError(
-            f"static must be False for {type(model).__name__}, whose tokens see all of their own forward"
-        )
+        _refuse_static(model, "tokens see all of their own forward")
     if has_latents(config):
         answer_latents(model)
     # The configuration that layers read; of an old encoder-decoder model ``config`` is a copy.
@@ -236,9 +243,13 @@ def make_layers(
         hybrid = type(layer) in THEIR_HYBRID_LAYERS
         indexed = type(layer) is TheirIndexedLayer
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not (hybrid or indexed):
+            if static and not layer.is_compileable:
+                _refuse_static(model, f"layers ({type(layer).__name__}) grow with the text")
             layers.append(layer)
             continue
-        if kind not in _KINDS or (static and hybrid):
+        if static and hybrid:
+            _refuse_static(model, "layers keep recurrent states beside keys and values")
+        if kind not in _KINDS:
             raise UnsupportedError(
                 f"model must have layers that this version's DynamicCache supports, got {kind!r} in "
                 f"{type(model).__name__} with transformers {transformers.__version__}"

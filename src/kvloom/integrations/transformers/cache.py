@@ -84,7 +84,8 @@ class KVCache(StatefulCache):
                 ``"int8,recent=32"`` has a residual window: a token attends to the last 32, itself included,
                 unquantized. With fewer bits the default is 64; ``recent=0`` is none.
             page_size: Tokens in a page.
-            max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
+            max_tokens: Token slots of each layer, all sequences together, rounded up to whole pages;
+                ``None`` grows on demand.
             values: Format of the values, as ``kv``, if it differs from that of the keys.
             layout: Axis order of the pages, see ``CacheFormat``; ``"auto"`` keeps rows where attention is not
                 ``"kvloom"`` when the first tokens are stored.
@@ -193,10 +194,20 @@ class KVCache(StatefulCache):
         """B; 0 before the first update."""
         return self._cache.num_rows
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether layers have fixed storage; transformers makes masks that hide its free slots only if so."""
+        return any(isinstance(x.pages, FixedLayer) for x in self._own_layers)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` in a layer; return keys and values for attention, ``[B, H, N, D]``."""
+        if torch.compiler.is_compiling() and not _is_traceable(self.layers[layer_idx], key_states):
+            pair: tuple[States, States] = _update_between_graphs(
+                self, key_states, value_states, layer_idx, *args, **kwargs
+            )
+            return pair
         if self._cache.is_inconsistent or self.is_frozen:
             self._expect_usable()
         if not 0 <= layer_idx < len(self.layers):
@@ -373,3 +384,17 @@ class KVCache(StatefulCache):
     def _expect_usable(self) -> None:
         self._expect_thawed()
         self._cache.expect_consistent()
+
+
+def _is_traceable(layer: Any, key_states: Tensor) -> bool:
+    """Whether an update of a layer can be a part of a graph: fixed storage that has its memory can."""
+    pages = getattr(layer, "pages", None)
+    return pages is None or (isinstance(pages, FixedLayer) and pages.size == key_states.shape[0])
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="kvloom takes pages, and allocates fixed storage, outside of graphs: use fullgraph=True with a "
+    "KVCache of static=True that has seen the prompt"
+)
+def _update_between_graphs(cache: KVCache, *args: Any, **kwargs: Any) -> tuple[States, States]:
+    return cache.update(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, is_refused_by
+from kvloom.integrations.transformers.batching import SESSIONS, put_beneath
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import (
     CACHE_ARGUMENT,
@@ -20,11 +22,13 @@ from kvloom.integrations.transformers.cache_argument import (
     given_cache,
 )
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
+from kvloom.integrations.transformers.per_state import forget_states
 from kvloom.integrations.transformers.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
 _ENABLED: Final = "_kvloom_enabled"
 _PREPARE: Final = "_prepare_cache_for_generation"
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def enable(
@@ -78,10 +82,12 @@ def disable(model: Any) -> None:
 
     An attention implementation that was set in between stays. A model that is not enabled is unchanged.
     """
-    model = _base_of(model)
+    given, model = model, _base_of(model)
     enabled = getattr(model, _ENABLED, None)
     if enabled is not None:
         enabled.remove(model)
+        forget_states(given)
+        forget_states(model)
         delattr(model, _ENABLED)
         release_layers(model, _ENABLED)
 
@@ -98,6 +104,7 @@ class _Enabled:
 
     Attributes:
         options: Arguments of ``KVCache.for_model``.
+        attention: Name of the attention that the model had before.
     """
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
@@ -105,26 +112,28 @@ class _Enabled:
         config = text_config_of(model)
         names = [name for name in model.config.sub_configs if getattr(model.config, name) is config]
         self._config_name = names[0] if names else ""
-        self._attention = config._attn_implementation
+        self.attention = config._attn_implementation
         if not is_refused_by(model):
-            self._set_attention(model, IMPLEMENTATION)
+            self.set_attention(model, IMPLEMENTATION)
         # Of an encoder-decoder model each is a new copy.
         if text_config_of(model)._attn_implementation != IMPLEMENTATION:
             _LOG.warning(
-                "attention of %s stays %r: it cannot be replaced", type(model).__name__, self._attention
+                "attention of %s stays %r: it cannot be replaced", type(model).__name__, self.attention
             )
         self._hook = model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
         if hasattr(type(model), _PREPARE):
             setattr(model, _PREPARE, _PrepareCache(model, self))
             setattr(model, VALIDATE, ValidateMode(model))
+        put_beneath(model, _TheirSessions(model, self))
 
     def remove(self, model: PreTrainedModel) -> None:
         """Undo the changes of a model."""
         self._hook.remove()
         for name in vars(model).keys() & {_PREPARE, VALIDATE}:
             delattr(model, name)
+        put_beneath(model, None)
         if text_config_of(model)._attn_implementation == IMPLEMENTATION:
-            self._set_attention(model, self._attention)
+            self.set_attention(model, self.attention)
 
     def cache(self, model: PreTrainedModel) -> Any:
         """An empty cache for ``model``."""
@@ -133,8 +142,36 @@ class _Enabled:
             return cache
         return EncoderDecoderCache(cache, DynamicCache())  # windows are of the text that is generated
 
-    def _set_attention(self, model: PreTrainedModel, name: str) -> None:
-        model.set_attn_implementation({self._config_name: name} if self._config_name else name)
+    def set_attention(self, model: PreTrainedModel, name: str) -> None:
+        """Set the attention of the part of a model that generates text."""
+        model.set_attn_implementation(self.named(name))
+
+    def named(self, attention: str) -> str | dict[str, str]:
+        """Argument of ``set_attn_implementation`` for that part."""
+        return {self._config_name: attention} if self._config_name else attention
+
+
+class _TheirSessions:
+    """Replacement of the method that makes a session of transformers' own, with the attention of before.
+
+    Such sessions refuse kvloom's attention, which comes back when the session stops.
+    """
+
+    def __init__(self, model: PreTrainedModel, enabled: _Enabled) -> None:
+        self._model, self._enabled = model, enabled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, begin = self._model, getattr(type(self._model), SESSIONS)
+        if text_config_of(model)._attn_implementation != IMPLEMENTATION:
+            return begin(model, *args, **kwargs)
+        self._enabled.set_attention(model, self._enabled.attention)
+        try:
+            manager = begin(model, *args, **kwargs)
+        except BaseException:
+            self._enabled.set_attention(model, IMPLEMENTATION)
+            raise
+        manager._original_attn_impl = self._enabled.named(IMPLEMENTATION)
+        return manager
 
 
 class _ForwardHook:
@@ -145,9 +182,17 @@ class _ForwardHook:
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if given_cache(kwargs) is not None:
+    ) -> _Arguments | None:
+        if given_cache(kwargs) is not None or kwargs.get("use_cache") is False:
             return None
+        if torch.compiler.is_exporting():
+            return self._with_cache(model, args, kwargs)
+        changed: _Arguments | None = _between_graphs(self._with_cache, model, args, kwargs)
+        return changed
+
+    def _with_cache(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments | None:
         signature = inspect.signature(model.forward)
         given = signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -167,9 +212,29 @@ class _ForwardHook:
         return args, kwargs | argument
 
 
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="kvloom makes the cache of an enabled model outside of graphs: use fullgraph=True with a cache "
+    "that is given to the model"
+)
+def _between_graphs(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
     """Whether a forward keeps keys and values; ``None`` means as the configuration says."""
     return bool(getattr(text_config_of(model), "use_cache", False) if use_cache is None else use_cache)
+
+
+def _expect_new_tokens(cache: KVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise ArgumentError if a cache has all tokens of the text, which ``generate`` then feeds again."""
+    mask = model_kwargs.get("attention_mask")
+    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+    held = int(cache.get_seq_length())
+    if length is not None and 0 < length <= held:
+        raise ArgumentError(
+            f"input_ids must have tokens that are not in the cache, got {length} and a cache of {held}: "
+            "crop(-1) leaves the last one to be computed"
+        )
 
 
 class _PrepareCache:
@@ -182,7 +247,10 @@ class _PrepareCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        model, is_given = self._model, given_cache(model_kwargs) is not None
+        model, given = self._model, given_cache(model_kwargs)
+        is_given = given is not None
+        if isinstance(given, KVCache):
+            _expect_new_tokens(given, generation_config, model_kwargs)
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")

@@ -190,9 +190,9 @@ class _Tried:
 
     def _session(self) -> Iterator[Check]:
         """Checks in a session of continuous batching, if the model supports one."""
-        from kvloom.integrations.transformers.batching import continuous_batching
+        from kvloom.integrations.transformers.batching import continuous_batching, has_sessions
 
-        if "init_continuous_batching" in vars(self._model):  # the caller has enabled sessions
+        if has_sessions(self._model):  # of the caller
             return
         try:
             continuous_batching(self._model, self._kv)

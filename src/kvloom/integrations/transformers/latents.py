@@ -109,7 +109,8 @@ def _expands_linearly(module: Any) -> bool | None:
     """
     weight = module.kv_b_proj.weight
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    # What is found counts for the class, also outside of the caller's autocast.
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         latents, rope = (
             torch.randn(1, 1, 2, n, generator=generator).to(weight)
             for n in (weight.shape[1], module.qk_rope_head_dim)

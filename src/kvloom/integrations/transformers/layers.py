@@ -18,9 +18,10 @@ from kvloom.caches import FixedLayer, PagedLayer, Sequences, TokenIndex
 from kvloom.caches.assigning import SIDES
 from kvloom.caches.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import FLOAT_DTYPES, expect
-from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.lazy_states import LazyStates, refuse_gradient
+from kvloom.integrations.transformers.lazy_tensor import as_autocast
 
 # Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
@@ -78,9 +79,19 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
-        """Store ``[B, H, Q, D]`` and return all keys and values that attention reads, ``[B, H, N, D]``."""
+        """Store ``[B, H, Q, D]`` and return all keys and values that attention reads, ``[B, H, N, D]``.
+
+        Under ``torch.autocast`` keys and values of two dtypes are stored in its dtype.
+        """
         if self.is_frozen:
             self._expect_thawed()
+        if key_states.dtype != value_states.dtype:
+            key_states, value_states = as_autocast(key_states, value_states)
+        if key_states.dtype != self._dtype and self._dtype is not None:
+            raise ShapeError(
+                f"key_states must be {self._dtype} as those of the tokens before, got {key_states.dtype}: "
+                f"compute a text in one dtype of torch.autocast, or without it"
+            )
         if self.is_in_place:
             tokens = self.pages.append(key_states, value_states)
             pair: tuple[States, States] = LazyStates.pair(tokens, key_states, value_states)
@@ -130,8 +141,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all tokens."""
         self._expect_thawed()
         self.pages.reset()
-        if isinstance(self.pages, PagedLayer):
-            self.is_initialized, self._dtype = False, None
+        self.is_initialized, self._dtype = False, None
 
     def activate_past_recording(self) -> None:
         """Keep tokens outside the window until the next crop, so that it can remove any number of tokens."""

@@ -2,8 +2,21 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+
+def as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors of several dtypes in that of ``torch.autocast``, in which attention computes; else as they are.
+
+    Under autocast RoPE leaves queries and keys in float32 beside values in its dtype.
+    """
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == dtype else x.to(dtype) for x in tensors)
 
 
 class LazyTensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
+from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 from kvloom.integrations.transformers.text_config import works_with_sdpa
 
@@ -94,6 +95,9 @@ def attention_mask(
     """Make the mask of a forward; arguments are those of transformers 4.57 to 5.24.
 
     A compact mask given as ``attention_mask`` is returned unchanged.
+
+    Raises:
+        ArgumentError: ``attention_mask`` has fewer columns than there are tokens.
 
     Returns:
         ``None`` where ``sdpa`` takes ``None``: a single query sees every column, and for a whole text the
@@ -191,8 +195,12 @@ def _left_padding(
         return False, None
     start = int(kwargs.get("kv_offset", 0))
     own = padding[:, start : start + kv_length].bool()
-    if own.shape[1] < kv_length and start + own.shape[1] < int(_num_tokens(kwargs)):
-        return False, None
+    num_tokens = int(_num_tokens(kwargs))
+    if own.shape[1] < kv_length and start + own.shape[1] < num_tokens:
+        raise ArgumentError(
+            f"attention_mask must have a column for each of {num_tokens} tokens, those of the cache "
+            f"included, got {padding.shape[1]}"
+        )
     return _leading_gap(own)
 
 

@@ -1,8 +1,12 @@
 """Results that are computed once for each state of a model, and kept with the model."""
 
-from collections.abc import Callable
-from threading import RLock
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock, get_ident
 from typing import Any, Final, TypeVar
+
+from torch import nn
+from torch.nn.modules import module
 
 from kvloom.integrations.transformers.watch import ModelWatch
 
@@ -19,7 +23,7 @@ def once_per_state(model: Any, compute: Callable[[Any], T]) -> T:
     Args:
         model: A module.
         compute: Function of the model that leaves it unchanged. Pass the same object each time, since results
-            are kept by it; errors are not kept.
+            are kept by it; errors are not kept. Meanwhile hooks of others are not called in this thread.
 
     Returns:
         The same object as before if the model is unchanged, or has returned to one of its last states.
@@ -31,6 +35,39 @@ def once_per_state(model: Any, compute: Callable[[Any], T]) -> T:
             setattr(model, _ATTRIBUTE, kept)
         found: T = kept.present(compute)
         return found
+
+
+def forget_states(model: Any) -> None:
+    """Drop all that ``once_per_state`` keeps with a model."""
+    vars(model).pop(_ATTRIBUTE, None)
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Context in which forwards in this thread call no forward hooks and pre-hooks but kvloom's own.
+
+    What is computed there concerns nobody else: hooks of the caller, of its modules and global ones, would
+    see texts that nobody gave. In other threads they are called as before.
+    """
+    thread, silenced = get_ident(), list[tuple[dict[int, Any], int, Any, Any]]()
+
+    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None if get_ident() == thread else hook(*args, **kwargs)
+
+    hooks: list[dict[int, Any]] = [module._global_forward_hooks, module._global_forward_pre_hooks]
+    for each in model.modules():
+        hooks += each._forward_hooks, each._forward_pre_hooks
+    for own in hooks:
+        for key, hook in [*own.items()]:
+            if not str(getattr(hook, "__module__", "")).startswith("kvloom."):
+                silenced.append((own, key, hook, elsewhere(hook)))
+                own[key] = silenced[-1][-1]
+    try:
+        yield
+    finally:
+        for own, key, hook, other in silenced:
+            if own.get(key) is other:  # else it was removed meanwhile
+                own[key] = hook
 
 
 class _Kept:
@@ -55,5 +92,6 @@ class _Kept:
             self._by_state = dict([*self._by_state.items()][1 - _KEPT :])
         found = self._by_state.setdefault(state, {})
         if compute not in found:
-            found[compute] = compute(self._watch.model)
+            with without_hooks(self._watch.model):
+                found[compute] = compute(self._watch.model)
         return found[compute]

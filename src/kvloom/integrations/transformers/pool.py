@@ -175,7 +175,7 @@ class KVPool(Recorder):
             kv: As above. With a residual window, which int4 has by default, tokens after a found prefix equal
                 those after a computed one only where a committed text ended.
             page_size, values, layout: The same.
-            max_tokens: Token slots of each layer.
+            max_tokens: Token slots of each layer, rounded up to whole pages.
             store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
                 then computes 128 tokens, and its weights are read once.
             policy: Which pages are evicted: ``"lru"``, those that no cache held for longest, or ``"ours"``,

@@ -152,7 +152,7 @@ def states_for(
             the states of one text.
         UnsupportedError: the model is wrong in pieces; or as ``StatePages``.
     """
-    page_size, max_tokens = format.page_size, format.max_tokens or 0
+    page_size = format.page_size
     if not stateful_layers(layers):
         return None
     interval = expect_interval(interval, page_size)
@@ -164,7 +164,7 @@ def states_for(
     if max_bytes is None:
         streams = ((x, y) for i, own in entries.items() for x, y in zip(layers[i].streams, own, strict=False))
         nbytes = sum(stream.format.entry(entry).nbytes for stream, entry in streams)
-        max_bytes = max(round(nbytes * max_tokens), least_bytes(specs, page_size))
+        max_bytes = max(round(nbytes * (format.max_pages or 0) * page_size), least_bytes(specs, page_size))
     return PoolStates(specs, page_size, interval, max_bytes, model.device)
 
 

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvloom.errors import ArgumentError
@@ -29,6 +30,14 @@ def text_config_of(model: Any) -> Any:
         )
         raise ArgumentError(f"model must be a PreTrainedModel, got {got}")
     return config.get_text_config(decoder=True)
+
+
+def token_ids_in(value: Any) -> list[int]:
+    """Ids that a field such as ``eos_token_id`` names: a number, several of them, a tensor, or ``None``."""
+    if isinstance(value, Tensor):
+        value = value.flatten().tolist()
+    several = value if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    return [x for x in several if isinstance(x, int)]
 
 
 def layer_config(config: Any, index: int) -> Any:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.batching.sizes import EMPTY, KINDS, STATEFUL, stateful_layers_of
-from kvloom.integrations.transformers.build import cache_format
+from kvloom.integrations.transformers.build import cache_format, keeps_states_elsewhere
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.pool_model import expect_prefixes
@@ -30,7 +30,8 @@ __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batch
 OLDEST: Final = "5.19.0"
 """The oldest supported version of transformers."""
 
-_INIT: Final = "init_continuous_batching"
+SESSIONS: Final = "init_continuous_batching"
+"""Name of the method of a model that makes a session."""
 _MANAGER: Final = "_cached_continuous_batching_manager"
 
 
@@ -90,8 +91,10 @@ def continuous_batching(
         raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
     if kv is None:
         _forget_session(model)
-        model.__dict__.pop(_INIT, None)
-        release_layers(model, _INIT)
+        beneath = _beneath(model)
+        vars(model).pop(SESSIONS, None)
+        put_beneath(model, beneath)
+        release_layers(model, SESSIONS)
         return model
     if not isinstance(share, bool):
         raise ArgumentError(f"share must be True or False, got {share!r}")
@@ -116,20 +119,51 @@ def continuous_batching(
     expect_same_logits(model)
     _forget_session(model)
     if pack:
-        hold_layers(model, _INIT, wish)
+        hold_layers(model, SESSIONS, wish)
     else:
-        release_layers(model, _INIT)
+        release_layers(model, SESSIONS)
     options: dict[str, Any] = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
     options |= {"wish": wish, "state_interval": state_interval, "store": store}
-    model.init_continuous_batching = _Init(model, options)
+    model.init_continuous_batching = _Init(model, options, _beneath(model))
     return model
 
 
-class _Init:
-    """Replacement of the model's method that makes a manager."""
+def has_sessions(model: Any) -> bool:
+    """Whether sessions of a model are those of ``continuous_batching``."""
+    return isinstance(vars(model).get(SESSIONS), _Init)
 
-    def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
-        self._model, self._options = model, options
+
+def put_beneath(model: Any, method: Any) -> None:
+    """Set what makes sessions of transformers' own, without ``continuous_batching``.
+
+    Args:
+        model: A model.
+        method: Replacement of the method that makes them; ``None`` for the model's own.
+    """
+    present = vars(model).get(SESSIONS)
+    if isinstance(present, _Init):
+        present.beneath = method
+    elif method is None:
+        vars(model).pop(SESSIONS, None)
+    elif hasattr(type(model), SESSIONS) and Version(transformers.__version__) >= Version(OLDEST):
+        setattr(model, SESSIONS, method)
+
+
+def _beneath(model: Any) -> Any:
+    """What makes sessions of transformers' own, unless it is the model's own method: ``None``."""
+    present = vars(model).get(SESSIONS)
+    return present.beneath if isinstance(present, _Init) else present
+
+
+class _Init:
+    """Replacement of the model's method that makes a manager.
+
+    Attributes:
+        beneath: What made managers before; ``None`` for the model's own method.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: dict[str, Any], beneath: Any) -> None:
+        self._model, self._options, self.beneath = model, options, beneath
 
     def __call__(
         self,
@@ -161,7 +195,7 @@ def _expect_served(model: PreTrainedModel) -> None:
             f"continuous batching must have transformers {OLDEST} or newer, got {transformers.__version__}"
         )
     name, config = type(model).__name__, text_config_of(model)
-    if not hasattr(type(model), _INIT):
+    if not hasattr(type(model), SESSIONS):
         raise UnsupportedError(f"model must have continuous batching, which {name} has not")
     expect_prefixes(model)
     _expect_kinds(model)
@@ -189,7 +223,7 @@ def _expect_kinds(model: PreTrainedModel) -> None:
     if not kinds & {*KINDS}:
         raise UnsupportedError(f"model must keep keys and values in a layer, which {name} does in none")
     is_stateful = stateful_layers_of(model) is not None
-    if getattr(model, "_is_stateful", False) and not is_stateful:
+    if keeps_states_elsewhere(model, DynamicCache(config=text_config_of(model)).layers):
         raise UnsupportedError(f"model must keep its recurrent states in a cache, which {name} does not")
     is_loaded = all(x.device.type != "meta" for x in model.parameters())
     if is_stateful and is_loaded and (why := why_wrong_in_pieces(model)):

@@ -25,7 +25,7 @@ from kvloom.integrations.transformers.bit_plan import config_digest
 from kvloom.integrations.transformers.context import float32_precision
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.rope import dynamic_rope
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.text_config import text_config_of, token_ids_in
 from kvloom.integrations.transformers.trials import undisturbed
 
 _LOG: Final = logging.getLogger("kvloom")
@@ -112,7 +112,8 @@ def _prompts(model: Any) -> list[list[int]]:
     lengths = (max(_LENGTHS[0], min(window + 16, _LONGEST)), *_LENGTHS[1:])
     ends = (rope and rope.limit, getattr(config, "max_position_embeddings", None))
     most = min([n - _NEW for n in ends if isinstance(n, int) and n > _NEW], default=_LONGEST)
-    meant = {x for name, x in config.to_dict().items() if name.endswith("token_id")}
+    named = (x for name, x in config.to_dict().items() if name.endswith("token_id"))
+    meant = {x for value in named for x in token_ids_in(value)}
     begin, size = config.vocab_size // 2, config.vocab_size
     words = (x % size for x in range(begin, begin + size) if x % size not in meant)
     each = cycle([*islice(words, _LONGEST)] or [0])

@@ -24,8 +24,9 @@ from kvloom.integrations.transformers.trials import undisturbed
 def smoothing_of(model: Any) -> tuple[LayerSmoothing, ...]:
     """The key smoothing of each layer of a model's cache, by ``layer_idx``; tensors are on the CPU.
 
-    The model reads 256 pseudo-random tokens with its present weights, adapters and hooks. Results are kept
-    with the model for each of its last states, so an unchanged model has the same objects. Numbers are
+    The model reads 256 pseudo-random tokens with its present weights and adapters, and without calling hooks
+    of others: what these change in keys is smoothed a little worse. Results are kept with the model for each
+    of its last states, so an unchanged model has the same objects. Numbers are
     rounded to coarse steps, so that they are most often the same in another process. They may differ, since
     models round differently with other threads, processors and dtypes: compare ``KeySmoothing.digest`` before
     sharing keys.

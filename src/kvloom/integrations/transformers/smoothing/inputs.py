@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.text_config import token_ids_in
 
 TOKENS: Final = 256
 SHIFT: Final = 1000
@@ -49,8 +50,6 @@ def token_ids(size: int, holders: Iterable[Any], num_tokens: int) -> Tensor:
     for holder in holders:
         for name, value in vars(holder).items() if holder is not None else ():
             if name.endswith(("_token_id", "_token_index", "_token_ids")):
-                for x in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(x, int) and 0 <= x < size:
-                        is_plain[x] = False
+                is_plain[[x for x in token_ids_in(value) if 0 <= x < size]] = False
     plain = is_plain.nonzero()[:, 0]
     return plain[torch.randint(len(plain), (num_tokens,), generator=torch.Generator().manual_seed(_SEED))]
