@@ -30,6 +30,7 @@ from kvloom.integrations.transformers.lengths import (
     expect_one_length,
     lengths_of,
 )
+from kvloom.integrations.transformers.pairs import PairGuard
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.text_config import text_config_of
@@ -123,6 +124,7 @@ class KVCache(StatefulCache):
                 dict(others),
             )
         cache = cls(layers)
+        cache.pair_guard = PairGuard(model)
         if rollback:
             from kvloom.integrations.transformers.states import record_past
 

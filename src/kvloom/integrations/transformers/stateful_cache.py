@@ -13,6 +13,7 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.lengths import lengths_of
+from kvloom.integrations.transformers.pairs import PairGuard
 from kvloom.integrations.transformers.rollback import RECORDED, Past, Rollback
 from kvloom.integrations.transformers.state_logs import Key
 
@@ -24,6 +25,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     Attributes:
         is_frozen: Whether changes raise.
+        pair_guard: Refuses the cache where a model needs a pair of caches.
     """
 
     layers: list[Any]
@@ -31,6 +33,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self.is_frozen = False
+        self.pair_guard = PairGuard()
         self._rollback: Rollback | None = None
         self._kin: object = object()  # shared with its forks only
         self._begun = set[int]()  # layers whose states were asked for or changed in the last forward
@@ -39,7 +42,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     def follow(self, cache: "StatefulCache") -> None:
         """Take over everything but the layers from a cache of which this is a fork."""
-        self._kin = cache._kin
+        self._kin, self.pair_guard = cache._kin, cache.pair_guard
         self._rollback = None if cache._rollback is None else cache._rollback.fork()
         self._begun, self._length_before = {*cache._begun}, cache._length_before
 
