@@ -315,6 +315,9 @@ class KVCache(StatefulCache):
     def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
         """Remove the last tokens: the same number from all rows, or a number from each.
 
+        Their pages are free for the next tokens of this cache and its forks. ``nbytes`` stays as it is until
+        ``reset``, or until nothing uses the cache and its forks; a saved cache has room for its tokens alone.
+
         Args:
             tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is the number
                 kept. Or one number of at most 0 for each row: rows still end together, so a row that lost
