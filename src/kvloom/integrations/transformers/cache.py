@@ -22,7 +22,7 @@ from kvloom.integrations.transformers.changes import (
     changes_of_rows,
     expect_pages,
 )
-from kvloom.integrations.transformers.layers import KVCacheLayer, States, num_kept
+from kvloom.integrations.transformers.layers import KVCacheLayer, States, kept_by, num_kept
 from kvloom.integrations.transformers.legacy import expect_pairs, legacy_pairs, plain_layers
 from kvloom.integrations.transformers.lengths import (
     counts_of_rows,
@@ -110,11 +110,11 @@ class KVCache(StatefulCache):
         format = cache_format(config, kv, size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
-        others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))
+        others = Counter(kept_by(x) for x in layers if not isinstance(x, known))
         if not any(isinstance(x, KVCacheLayer) for x in layers):
             raise UnsupportedError(
                 f"model must have layers that attend to keys and values, got {type(model).__name__} with "
-                f"{dict(Counter(type(x).__name__ for x in layers))}"
+                f"{dict(Counter(map(kept_by, layers)))}"
             )
         if others:
             _LOG.warning(

@@ -21,7 +21,7 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
-from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer
+from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, kept_by
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.rope import dynamic_rope
@@ -155,7 +155,7 @@ def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:
     for layer in layers:
         if type(layer) not in _KEPT_LAYERS:
             raise UnsupportedError(
-                f"model must keep tokens or recurrent states in every layer, got {type(layer).__name__} in "
+                f"model must keep tokens or recurrent states in every layer, got {kept_by(layer)} in "
                 f"{type(model).__name__}"
             )
         if isinstance(layer, StatefulLayer) and not isinstance(getattr(layer, "conv_states", None), dict):

@@ -208,8 +208,8 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
             return None
         if self._rollback is None:
             raise UnsupportedError(
-                f"{type(layer).__name__} has a recurrent state, which cannot go back: make the cache with "
-                f"rollback, or set it before the tokens that are to be removed"
+                "the cache has a recurrent state, which cannot go back: make it with rollback, or set that "
+                "before the tokens that are to be removed"
             )
         assigned = self._rollback.end - longest  # number of tokens by which assignment shortened layers
         return self._rollback.past(self.layers, [end + assigned for end in ends])
