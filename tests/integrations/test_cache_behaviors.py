@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,21 @@ def test_crop_removes_what_the_stock_cache_does(name: str, argument: int) -> Non
     for layer_idx in range(len(stock)):
         assert ours.get_seq_length(layer_idx) == stock.get_seq_length(layer_idx)
     same(put(ours, 2, seed=1), put(stock, 2, seed=1))
+
+
+def test_a_crop_frees_pages_and_a_reset_their_memory() -> None:
+    ours = pair()[1]
+    put(ours, 400)
+    held, nbytes = ours.num_pages_held, ours.nbytes
+    ours.crop(-390)
+    assert (held, ours.num_pages_held, ours.nbytes) == (2 * 100, 2 * 3, nbytes)
+    put(ours, 390)
+    assert ours.nbytes == nbytes
+    ours.crop(-390)
+    loaded = pickle.loads(pickle.dumps(ours))  # noqa: S301
+    assert loaded.nbytes == ours.num_pages_held * 4 * ours.nbytes_per_token
+    ours.reset()
+    assert (ours.num_pages_held, ours.nbytes) == (0, 0)
 
 
 @pytest.mark.skipif(not hasattr(Cache, "activate_past_recording"), reason="this release records no past")

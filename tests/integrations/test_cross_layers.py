@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
-from kvloom.errors import UnsupportedError
+from kvloom import plan
+from kvloom.errors import KVError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, enable
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 
@@ -96,6 +99,26 @@ def test_a_crop_of_the_text_leaves_the_picture() -> None:
     assert torch.equal(*logits)
 
 
+def test_no_refusal_names_a_class_of_this_library(caplog: pytest.LogCaptureFixture) -> None:
+    model, internal = mllama(), re.compile("CrossLayer|KVCacheLayer|PagedLayer|FixedLayer|PackedOnly")
+    with caplog.at_level(logging.WARNING, logger="kvloom"):
+        cache = KVCache.for_model(model, max_tokens=64, static=True)
+    assert "2 of 4 layers keep transformers' own storage: {'keys and values of pictures': 2}" in caplog.text
+    calls: list[Any] = [
+        lambda: KVPool.for_model(model, max_tokens=64),
+        lambda: cache.crop([-1, 0]),
+        lambda: plan(model.config, context=64),
+    ]
+    with torch.no_grad():
+        model(**inputs(), **{CACHE_ARGUMENT: cache})
+    for call in calls:
+        with pytest.raises(KVError) as told:
+            call()
+        assert not internal.search(str(told.value)), told.value
+
+
 def test_a_pool_refuses_it() -> None:
-    with pytest.raises(UnsupportedError, match="got CrossLayer in MllamaForConditionalGeneration"):
+    with pytest.raises(
+        UnsupportedError, match="got keys and values of pictures in MllamaForConditionalGeneration"
+    ):
         KVPool.for_model(mllama(), max_tokens=64)

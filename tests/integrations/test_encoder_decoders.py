@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from integrations.test_families import padded_prompts
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
-from kvloom.integrations.transformers import disable, enable
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.watch import ModelWatch
 
 SIZES = {
     "vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -69,6 +75,35 @@ def test_a_given_text_has_its_logits(name: str) -> None:
             logits += [model(**prompt, use_cache=use_cache).logits for use_cache in (True, False)]
     for each in logits[1:]:
         torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_of_a_pair_is_refused_in_the_first_forward(name: str) -> None:
+    """Models take it for that of the encoder's keys as well, or forget what it holds in each forward."""
+    model, ids = family(name), torch.tensor([[5, 6, 7]])
+    watch = ModelWatch(model)
+    cache = KVCache.for_model(model)
+    assert watch.state() == ""
+    inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": True}
+    for half in (cache, cache.fork(), copy.deepcopy(cache)):
+        with pytest.raises(UnsupportedError, match=r"^cache must be EncoderDecoderCache\(KVCache\.for_model"):
+            model(**inputs, **{CACHE_ARGUMENT: half})
+        assert half.get_seq_length() == 0
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        pair = EncoderDecoderCache(cache, DynamicCache())
+        torch.testing.assert_close(model(**inputs, **{CACHE_ARGUMENT: pair}).logits, expected)
+    assert cache.get_seq_length() == 3
+    del cache, half, pair
+    gc.collect()
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("make", [KVCache.for_model, partial(KVPool.for_model, max_tokens=64), enable])
+def test_a_model_that_takes_no_cache_is_refused(make: Any) -> None:
+    config = transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=99)
+    with pytest.raises(UnsupportedError, match="OpenAIGPTLMHeadModel"):
+        make(transformers.OpenAIGPTLMHeadModel(config))
 
 
 def test_attention_that_was_replaced_is_not_said_to_stay(caplog: pytest.LogCaptureFixture) -> None:

@@ -156,15 +156,39 @@ def fed(model: Any, cache: Any, ids: torch.Tensor, draw: random.Random | None) -
 def test_a_pool_refuses_attention_that_reads_one_residual_window_for_all_queries() -> None:
     model, ids = make_model("sdpa"), make_prompts([40])["input_ids"]
     pool = KVPool.for_model(model, kv=KV, max_tokens=400)
+    model.set_attn_implementation("sdpa")
     cache = pool.begin(ids)
     with pytest.raises(UnsupportedError, match=r"enable\(model\).*'int4,recent=0'.*'sdpa'"):
         model(ids, past_key_values=cache)
     assert cache.get_seq_length() == 0
-    enable(model, KV)
+
+
+@torch.no_grad()
+def test_a_model_attends_in_place_as_long_as_a_pool_or_enable_wants_it() -> None:
+    model, ids = make_model("sdpa"), make_prompts([40])["input_ids"]
+
+    def attention() -> str:
+        return str(model.config._attn_implementation)
+
+    KVPool.for_model(model, kv="int8:g8", max_tokens=400)
+    assert attention() == "sdpa"
+    pools = [KVPool.for_model(model, kv=KV, max_tokens=400) for _ in range(2)]
+    cache = pools[0].begin(ids)
     model(ids, past_key_values=cache)
-    pool.commit(cache, ids)
-    assert pool.begin(ids).get_seq_length() == 32
+    pools[0].commit(cache, ids)
+    enable(model, KV)
+    assert pools[0].begin(ids).get_seq_length() == 32  # who wants it is no part of what was computed
+    pools[0].close()
+    assert attention() == "kvloom"
     disable(model)
+    assert attention() == "kvloom"
+    pools[1].close()
+    assert attention() == "sdpa"
+    enable(model, KV)
+    with KVPool.for_model(model, kv=KV, max_tokens=400):
+        disable(model)
+        assert attention() == "kvloom"
+    assert attention() == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral"])

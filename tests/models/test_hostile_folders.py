@@ -199,3 +199,24 @@ def test_a_token_that_the_model_lacks_is_named(folder: Path, capsys: pytest.Capt
     err = capsys.readouterr().err
     assert "--model must know its tokenizer's 300 tokens, got token" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["Bart", "Whisper"])
+def test_an_encoder_and_a_decoder_are_named(name: str, folder: Path) -> None:
+    """transformers would load the decoder alone, or miss weights that are tied."""
+    import transformers
+
+    from kvloom.integrations.transformers import load_model
+
+    sizes = {
+        "vocab_size": 99, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    (folder / WEIGHTS).unlink()
+    getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(folder)
+    with pytest.raises(
+        ArgumentError, match=f"^model must be a decoder, got the encoder and .* of {name}Config"
+    ):
+        load_model(folder)

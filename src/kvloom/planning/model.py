@@ -31,7 +31,7 @@ from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.invariance import packable_bytes
-from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.layers import KVCacheLayer, kept_by
 from kvloom.integrations.transformers.loading import is_seeing
 from kvloom.integrations.transformers.text_config import names_rank
 
@@ -99,7 +99,7 @@ class ModelShape:
             if not isinstance(layer, (KVCacheLayer, DummyLayer, StatefulLayer)):
                 raise UnsupportedError(
                     f"config must have layers of keys and values or of recurrent states, got "
-                    f"{type(layer).__name__} in {type(config).__name__}"
+                    f"{kept_by(layer)} in {type(config).__name__}"
                 )
         text = config.get_text_config(decoder=True)
         return cls(

@@ -17,6 +17,7 @@ from kvloom.core.specs import QuantSpec
 from kvloom.core.spelling import is_plan, parse_kind, recent_of
 from kvloom.errors import ArgumentError, ConfigError, UnsupportedError
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
+from kvloom.integrations.transformers.cache_argument import takes_cache
 from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer, StaticIndexedKVCacheLayer
 from kvloom.integrations.transformers.latents import answer_latents
 from kvloom.integrations.transformers.layers import (
@@ -214,14 +215,17 @@ def make_layers(
         policy: Argument of ``Pages``, for layers without a window.
 
     Raises:
-        UnsupportedError: this version of transformers describes the model wrongly, or ``static`` is true and
-            a layer has recurrent states beside keys and values, or storage of its own that grows.
+        UnsupportedError: the model takes no cache, this version of transformers describes it wrongly, or
+            ``static`` is true and a layer has recurrent states beside keys and values, or storage of its own
+            that grows.
     """
     config = text_config_of(model)
     if not getattr(type(model), "_supports_default_dynamic_cache", lambda: True)():
         raise UnsupportedError(
             f"model must work with a DynamicCache, got {type(model).__name__}, which has a cache of its own"
         )
+    if not takes_cache(model):
+        raise UnsupportedError(f"model must take a cache, which {type(model).__name__} does not")
     if static and has_windows_of_keeping(config):
         _refuse_static(model, "tokens see all of their own forward")
     if has_latents(config):

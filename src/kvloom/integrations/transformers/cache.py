@@ -22,7 +22,7 @@ from kvloom.integrations.transformers.changes import (
     changes_of_rows,
     expect_pages,
 )
-from kvloom.integrations.transformers.layers import KVCacheLayer, States, num_kept
+from kvloom.integrations.transformers.layers import KVCacheLayer, States, kept_by, num_kept
 from kvloom.integrations.transformers.legacy import expect_pairs, legacy_pairs, plain_layers
 from kvloom.integrations.transformers.lengths import (
     counts_of_rows,
@@ -30,6 +30,7 @@ from kvloom.integrations.transformers.lengths import (
     expect_one_length,
     lengths_of,
 )
+from kvloom.integrations.transformers.pairs import PairGuard
 from kvloom.integrations.transformers.remembered import memory_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.stateful_cache import StatefulCache
@@ -110,11 +111,11 @@ class KVCache(StatefulCache):
         format = cache_format(config, kv, size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
-        others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))
+        others = Counter(kept_by(x) for x in layers if not isinstance(x, known))
         if not any(isinstance(x, KVCacheLayer) for x in layers):
             raise UnsupportedError(
                 f"model must have layers that attend to keys and values, got {type(model).__name__} with "
-                f"{dict(Counter(type(x).__name__ for x in layers))}"
+                f"{dict(Counter(map(kept_by, layers)))}"
             )
         if others:
             _LOG.warning(
@@ -124,6 +125,7 @@ class KVCache(StatefulCache):
                 dict(others),
             )
         cache = cls(layers)
+        cache.pair_guard = PairGuard(model)
         cache.remembered.memory = memory_of(model)
         if rollback:
             from kvloom.integrations.transformers.states import record_past
@@ -314,6 +316,9 @@ class KVCache(StatefulCache):
 
     def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
         """Remove the last tokens: the same number from all rows, or a number from each.
+
+        Their pages are free for the next tokens of this cache and its forks. ``nbytes`` stays as it is until
+        ``reset``, or until nothing uses the cache and its forks; a saved cache has room for its tokens alone.
 
         Args:
             tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is the number

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
@@ -18,6 +19,11 @@ def argument_of(model: Any) -> str | None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # within a PeftModel
     parameters = inspect.signature(base.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether a model, or one within it, takes a cache; others, such as OpenAI GPT, would ignore one."""
+    return any(argument_of(x) is not None for x in model.modules() if isinstance(x, PreTrainedModel))
 
 
 def as_argument(model: Any, cache: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvloom.caches import PagedLayer
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer
 from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer
-from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, num_kept
+from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, kept_by, num_kept
 
 Changes: TypeAlias = list[Callable[[], Any]]
 
@@ -62,4 +62,4 @@ def expect_pages(layers: Iterable[Any]) -> None:
     for layer in layers:
         is_paged = isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
         if not (is_paged or isinstance(layer, DummyLayer | StatefulLayer)):
-            raise UnsupportedError(f"{type(layer).__name__} cannot be cropped row by row")
+            raise UnsupportedError(f"{kept_by(layer)} cannot be cropped row by row")

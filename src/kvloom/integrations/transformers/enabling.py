@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
-from kvloom.integrations.transformers.attention import IMPLEMENTATION, is_refused_by
+from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching import SESSIONS, put_beneath
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import (
@@ -20,6 +20,13 @@ from kvloom.integrations.transformers.cache_argument import (
     argument_of,
     as_argument,
     given_cache,
+)
+from kvloom.integrations.transformers.held_attention import (
+    attention_before,
+    hold_attention,
+    named_for,
+    release_attention,
+    set_attention,
 )
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.per_state import forget_states
@@ -104,27 +111,18 @@ class _Enabled:
 
     Attributes:
         options: Arguments of ``KVCache.for_model``.
-        attention: Name of the attention that the model had before.
     """
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self.options = options
-        config = text_config_of(model)
-        names = [name for name in model.config.sub_configs if getattr(model.config, name) is config]
-        self._config_name = names[0] if names else ""
-        self.attention = config._attn_implementation
-        if not is_refused_by(model):
-            self.set_attention(model, IMPLEMENTATION)
-        # Of an encoder-decoder model each is a new copy.
-        if text_config_of(model)._attn_implementation != IMPLEMENTATION:
-            _LOG.warning(
-                "attention of %s stays %r: it cannot be replaced", type(model).__name__, self.attention
-            )
+        hold_attention(model, _ENABLED)
+        if (attention := text_config_of(model)._attn_implementation) != IMPLEMENTATION:
+            _LOG.warning("attention of %s stays %r: it cannot be replaced", type(model).__name__, attention)
         self._hook = model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
         if hasattr(type(model), _PREPARE):
             setattr(model, _PREPARE, _PrepareCache(model, self))
             setattr(model, VALIDATE, ValidateMode(model))
-        put_beneath(model, _TheirSessions(model, self))
+        put_beneath(model, _TheirSessions(model))
 
     def remove(self, model: PreTrainedModel) -> None:
         """Undo the changes of a model."""
@@ -132,8 +130,7 @@ class _Enabled:
         for name in vars(model).keys() & {_PREPARE, VALIDATE}:
             delattr(model, name)
         put_beneath(model, None)
-        if text_config_of(model)._attn_implementation == IMPLEMENTATION:
-            self.set_attention(model, self.attention)
+        release_attention(model, _ENABLED)
 
     def cache(self, model: PreTrainedModel) -> Any:
         """An empty cache for ``model``."""
@@ -142,14 +139,6 @@ class _Enabled:
             return cache
         return EncoderDecoderCache(cache, DynamicCache())  # windows are of the text that is generated
 
-    def set_attention(self, model: PreTrainedModel, name: str) -> None:
-        """Set the attention of the part of a model that generates text."""
-        model.set_attn_implementation(self.named(name))
-
-    def named(self, attention: str) -> str | dict[str, str]:
-        """Argument of ``set_attn_implementation`` for that part."""
-        return {self._config_name: attention} if self._config_name else attention
-
 
 class _TheirSessions:
     """Replacement of the method that makes a session of transformers' own, with the attention of before.
@@ -157,20 +146,20 @@ class _TheirSessions:
     Such sessions refuse kvloom's attention, which comes back when the session stops.
     """
 
-    def __init__(self, model: PreTrainedModel, enabled: _Enabled) -> None:
-        self._model, self._enabled = model, enabled
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, begin = self._model, getattr(type(self._model), SESSIONS)
         if text_config_of(model)._attn_implementation != IMPLEMENTATION:
             return begin(model, *args, **kwargs)
-        self._enabled.set_attention(model, self._enabled.attention)
+        set_attention(model, attention_before(model))
         try:
             manager = begin(model, *args, **kwargs)
         except BaseException:
-            self._enabled.set_attention(model, IMPLEMENTATION)
+            set_attention(model, IMPLEMENTATION)
             raise
-        manager._original_attn_impl = self._enabled.named(IMPLEMENTATION)
+        manager._original_attn_impl = named_for(model, IMPLEMENTATION)
         return manager
 
 

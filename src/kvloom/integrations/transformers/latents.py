@@ -63,7 +63,9 @@ def why_expanded(module: nn.Module) -> str | None:
     projection = getattr(module, "kv_b_proj", None)
     kind = type(projection)
     is_plain = kind is nn.Linear or isinstance(projection, InvariantRows)
-    if not isinstance(projection, nn.Linear) or not is_plain or isinstance(projection, PackedOnly):
+    if isinstance(projection, PackedOnly):
+        return "kv_b_proj has no weights but packed ones"
+    if not isinstance(projection, nn.Linear) or not is_plain:
         is_of_torch = kind.__module__.startswith("torch.")  # others may be called Linear, too
         return f"kv_b_proj is a {kind.__name__ if is_of_torch else f'{kind.__module__}.{kind.__name__}'}"
     if projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection):

@@ -46,6 +46,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_compileable = False
     is_croppable = True
+    keeps = "keys and values"  # for errors, which do not name classes of this library
 
     def __init__(self, pages: PagedLayer | FixedLayer, config: Any, **kwargs: Any) -> None:
         self.pages = pages
@@ -276,6 +277,7 @@ class StaticKVCacheLayer(KVCacheLayer):
     """Keys and values in fixed storage, for ``torch.compile``."""
 
     is_compileable = True
+    keeps = "keys and values in fixed storage"
     pages: FixedLayer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -307,6 +309,8 @@ if TheirHybridLayer is not None:
 
     class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
         """Keys and values in pages, and recurrent states as transformers keeps them."""
+
+        keeps = "keys and values beside a recurrent state"
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
             """Initialize keys and values, given by position, or states, given by name."""
@@ -356,8 +360,15 @@ class CrossLayer(DynamicLayer):  # type: ignore[misc]
     They are kept as transformers keeps them, and a crop of the text leaves them.
     """
 
+    keeps = "keys and values of pictures"
+
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing."""
+
+
+def kept_by(layer: Any) -> str:
+    """What a cache layer keeps, for errors; the class of a layer of transformers' own."""
+    return str(getattr(layer, "keeps", type(layer).__name__))
 
 
 def num_kept(tokens_to_remove: int, num_tokens: int) -> int:

@@ -37,7 +37,7 @@ def load_model(
         progress: Show a bar while weights are loaded.
 
     Raises:
-        ArgumentError: ``path`` is no such folder, a file of it is damaged or missing, or its weights do not
+        ArgumentError: ``path`` is no such folder, as of a model with an encoder, a file of it is damaged or missing, or its weights do not
             match its configuration.
     """
     check_model_folder(Path(path))
@@ -47,10 +47,18 @@ def load_model(
         disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **only)
-        sees = is_seeing(AutoConfig.from_pretrained(path, **only))
+        config = AutoConfig.from_pretrained(path, **only)
+        sees = is_seeing(config)
+        if config.is_encoder_decoder and not sees:  # transformers would load the decoder alone
+            raise ArgumentError(
+                f"model must be a decoder, got the encoder and decoder of {type(config).__name__} in "
+                f"{str(path)!r}: load it with transformers and enable it"
+            )
         model, report = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
             path, use_safetensors=True, dtype=dtype or "auto", output_loading_info=True, **only
         )
+    except ArgumentError:
+        raise
     except Exception as error:  # whatever a damaged folder makes transformers raise
         raise ArgumentError(
             f"model must be one that loads, got {str(path)!r}: {summary_of(error)}"

@@ -238,6 +238,11 @@ class PoolCache(KVCache):
         for layer in self._own_layers:
             layer.lazy_initialization(states)
 
+    @property
+    def has_residual(self) -> bool:
+        """Whether layers have a residual window."""
+        return any(x.residual is not None for x in self.sequences)
+
     def expect_in_place(self) -> None:
         """Raise UnsupportedError if there is a residual window, and attention reads gathered tensors.
 
@@ -245,7 +250,7 @@ class PoolCache(KVCache):
         on the forwards that its text was cut into, and so on whether a prefix was found. Pieces of a grid
         are the same in both.
         """
-        if self.grid is not None or all(x.residual is None for x in self.sequences):
+        if self.grid is not None or not self.has_residual:
             return
         for layer in self._own_layers:
             if not layer.is_in_place:

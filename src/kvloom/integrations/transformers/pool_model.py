@@ -14,6 +14,7 @@ from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, TheirStatefulLayer
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
+from kvloom.integrations.transformers.held_attention import hold_attention, release_attention
 from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer
 from kvloom.integrations.transformers.invariance import (
     Wish,
@@ -21,7 +22,7 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
-from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer
+from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, kept_by
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.positions import gives_positions
@@ -51,12 +52,15 @@ class PoolModel:
     Args:
         model: A ``PreTrainedModel``.
         wish: Changes of its layers, until ``release`` or until this object is collected.
+        is_in_place: Whether it must attend in place until then.
     """
 
-    def __init__(self, model: Any, wish: Wish) -> None:
+    def __init__(self, model: Any, wish: Wish, is_in_place: bool = False) -> None:
         holder = f"pool {id(self)}"
         hold_layers(model, holder, wish)
-        self.release = finalize(self, release_layers, model, holder)
+        if is_in_place:
+            hold_attention(model, holder)
+        self.release = finalize(self, _release, model, holder)
         watch_inputs(model)
         self.watch = ModelWatch(model)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -143,6 +147,11 @@ class PoolModel:
         return model_digest(self.watch.model)
 
 
+def _release(model: Any, holder: str) -> None:
+    release_layers(model, holder)
+    release_attention(model, holder)
+
+
 def expect_prefixes(model: Any) -> None:
     """Raise UnsupportedError for a model whose keys and values of a prefix depend on more than the prefix."""
     name = type(model).__name__
@@ -172,7 +181,7 @@ def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:
     for layer in layers:
         if type(layer) not in _KEPT_LAYERS:
             raise UnsupportedError(
-                f"model must keep tokens or recurrent states in every layer, got {type(layer).__name__} in "
+                f"model must keep tokens or recurrent states in every layer, got {kept_by(layer)} in "
                 f"{type(model).__name__}"
             )
         if isinstance(layer, StatefulLayer) and not isinstance(getattr(layer, "conv_states", None), dict):

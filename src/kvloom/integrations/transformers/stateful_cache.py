@@ -13,6 +13,7 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.lengths import lengths_of
+from kvloom.integrations.transformers.pairs import PairGuard
 from kvloom.integrations.transformers.remembered import Remembered
 from kvloom.integrations.transformers.rollback import RECORDED, Past, Rollback
 from kvloom.integrations.transformers.state_logs import Key
@@ -25,6 +26,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     Attributes:
         is_frozen: Whether changes raise.
+        pair_guard: Refuses the cache where a model needs a pair of caches.
         remembered: What the model remembers of the text outside of the cache.
     """
 
@@ -33,6 +35,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self.is_frozen = False
+        self.pair_guard = PairGuard()
         self.remembered = Remembered()
         self._rollback: Rollback | None = None
         self._kin: object = object()  # shared with its forks only
@@ -42,7 +45,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     def follow(self, cache: "StatefulCache") -> None:
         """Take over everything but the layers from a cache of which this is a fork."""
-        self._kin = cache._kin
+        self._kin, self.pair_guard = cache._kin, cache.pair_guard
         self.remembered = cache.remembered.fork()
         self._rollback = None if cache._rollback is None else cache._rollback.fork()
         self._begun, self._length_before = {*cache._begun}, cache._length_before
@@ -215,8 +218,8 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
             return None
         if self._rollback is None:
             raise UnsupportedError(
-                f"{type(layer).__name__} has a recurrent state, which cannot go back: make the cache with "
-                f"rollback, or set it before the tokens that are to be removed"
+                "the cache has a recurrent state, which cannot go back: make it with rollback, or set that "
+                "before the tokens that are to be removed"
             )
         assigned = self._rollback.end - longest  # number of tokens by which assignment shortened layers
         return self._rollback.past(self.layers, [end + assigned for end in ends])
