@@ -187,6 +187,9 @@ def test_one_graph_with_pages_says_what_to_use_instead() -> None:
 def test_transformers_own_sessions_begin_as_before(order: str) -> None:
     model, ids = make_model("eager"), prompts()["input_ids"][:1]
     model.generation_config.eos_token_id = -1
+    # Left alone it takes most of the memory that is free.
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    model.generation_config.continuous_batching_config = small
 
     def own() -> list[Any]:
         options = {"max_new_tokens": 6, "do_sample": False}
