@@ -138,7 +138,7 @@ def test_described_shapes_count_history_and_repeated_heads(capsys: pytest.Captur
     main(["conform", "describe", "microsoft.group_query_attention"])
     out = capsys.readouterr().out
     assert "[B start_pos+S H*num_repeat D]" in out and "[kvstarts[B] H*num_repeat D]" in out
-    assert "where a row has no token, 0 is right, too" in out
+    assert "behind what is stored of a row, 0 is right, too" in out
 
 
 def legal(dialect: str) -> list[Vector]:
