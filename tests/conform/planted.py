@@ -63,6 +63,8 @@ from conform.wrong_calls import (
 )
 from conform.wrong_results import (
     as_rows,
+    capped_scores,
+    lowest_scores,
     newest_first,
     page_tail,
     put_back_state,
@@ -155,6 +157,8 @@ PLANTED = (
     modulo("Q", 1, "Y", lambda c: (c["Q"].shape[1], c["K"].shape[1])),
     asked(ATTENTION, "boolean mask added", added_booleans),
     asked(ATTENTION, "mask of the last keys", of_the_last_keys),
+    answered(ATTENTION, "hidden scores are finite", lowest_scores),
+    answered(WINDOWS, "raw scores are capped", capped_scores),
     asked(FIRST, "integer mask as boolean", booleans_of_integers),
     asked(FIRST, "causal from the top left", top_left),
     asked(FIRST, "scale ignored", drop("scale")),

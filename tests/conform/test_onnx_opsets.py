@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("safetensors")
+import onnx
+import onnxruntime
 from conform.known_differences import (
     CAPPED,
     DIALECTS,
@@ -154,6 +156,14 @@ ROWS: dict[str, list[tuple[Call, tuple[int, ...], Any, Any, Any]]] = {
 }  # fmt: skip
 
 
+SAID_OF = ("1.23", "1.32")
+"""Versions of onnx and of ONNX Runtime that the table is about."""
+
+
+@pytest.mark.skipif(
+    not all(x.__version__.startswith(f"{y}.") for x, y in zip((onnx, onnxruntime), SAID_OF, strict=True)),
+    reason="the table is of onnx 1.23 and ONNX Runtime 1.32",
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_each_row_is_what_the_runtimes_do(row: str) -> None:
     for given, opsets, *expected in ROWS[row]:
@@ -168,6 +178,26 @@ def test_each_row_is_what_the_runtimes_do(row: str) -> None:
             else:
                 want = torch.tensor(wanted)
                 torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-4, equal_nan=True, msg=said)
+
+
+@pytest.mark.parametrize(("bits", "low", "high"), [(8, -128, 127), (4, -8, 7)])
+def test_codes_of_what_has_none(bits: int, low: int, high: int) -> None:
+    operator = OPERATORS["microsoft.group_query_attention"]
+    row = torch.zeros(1, 1, 16)
+    row[0, 0, :6] = torch.tensor([NAN, INF, -INF, 1e30, -1e30, -0.0])
+    empty = torch.zeros(1, 1, 2, 16 if bits == 8 else 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    given: Call = {
+        "query": torch.zeros(1, 1, 16), "key": row, "value": row, "past_key": empty, "past_value": empty,
+        "seqlens_k": ints(0, dtype=torch.int32), "total_sequence_length": torch.tensor(1, dtype=torch.int32),
+        "k_scale": torch.tensor([0.3]), "v_scale": torch.tensor([0.3]), "num_heads": 1, "kv_num_heads": 1,
+        "k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": bits,
+    }  # fmt: skip
+    expected = operator.oracle({**given, "query": torch.ones(1, 1, 16)})["present_key"][0, 0, 0]
+    got = open_target(ORT)(operator, Vector("", operator.name, "", given, None), dict(given))["present_key"]
+    assert torch.equal(got[0, 0, 0], expected)
+    nibbles = torch.stack((expected & 15, expected >> 4), dim=-1).flatten().int() - 8
+    codes = (expected if bits == 8 else nibbles)[:6].tolist()
+    assert codes == [high, high, low, high, low, 0]
 
 
 @pytest.mark.parametrize("index", [-1, -2])

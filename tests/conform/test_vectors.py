@@ -138,7 +138,7 @@ def test_described_shapes_count_history_and_repeated_heads(capsys: pytest.Captur
     main(["conform", "describe", "microsoft.group_query_attention"])
     out = capsys.readouterr().out
     assert "[B start_pos+S H*num_repeat D]" in out and "[kvstarts[B] H*num_repeat D]" in out
-    assert "where a row has no token, 0 is right, too" in out
+    assert "behind what is stored of a row, 0 is right, too" in out
 
 
 def legal(dialect: str) -> list[Vector]:
@@ -289,3 +289,31 @@ def test_what_is_legal_of_group_query_attention(
     }  # fmt: skip
     found = problems(OPERATORS["microsoft.group_query_attention"], call)
     assert bool(found) == (wrong is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "is_legal"),
+    [
+        ("PER_TENSOR", [1], True),
+        ("PER_TENSOR", [1, 1, 1, 1], True),
+        ("PER_TENSOR", [1, 2, 1, 16], False),
+        ("PER_CHANNEL", [1, 2, 1, 16], True),
+        ("PER_CHANNEL", [2, 1, 16], True),
+        ("PER_CHANNEL", [1, 2, 1, 1], False),
+        ("PER_CHANNEL", [1], False),
+        ("PER_CHANNEL", [1, 2, 16, 1], False),
+    ],
+)
+def test_scales_broadcast_to_the_cache(kind: str, shape: list[int], is_legal: bool) -> None:
+    operator = OPERATORS["microsoft.group_query_attention"]
+    new, past = torch.ones(1, 1, 32), torch.zeros(1, 2, 8, 16, dtype=torch.int8)
+    scale = torch.full(shape, 0.5)
+    call = {
+        "query": new, "key": new, "value": new, "past_key": past, "past_value": past,
+        "seqlens_k": torch.tensor([3], dtype=torch.int32), "kv_cache_bit_width": 8,
+        "total_sequence_length": torch.tensor(4, dtype=torch.int32), "num_heads": 2, "kv_num_heads": 2,
+        "k_scale": scale, "v_scale": scale, "k_quant_type": kind, "v_quant_type": kind,
+    }  # fmt: skip
+    assert bool(problems(operator, call)) != is_legal
+    if is_legal:
+        assert bool((operator.oracle(call)["present_key"][:, :, 3] == 2).all())

@@ -30,6 +30,20 @@ def without_padding(before: Call, results: Results, call: Call) -> Results:
     return results
 
 
+def lowest_scores(before: Call, results: Results, call: Call) -> Results:
+    if before.get("qk_matmul_output_mode") != 2:
+        return results
+    scores = results["qk_matmul_output"]
+    return {**results, "qk_matmul_output": scores.clamp(min=torch.finfo(scores.dtype).min)}
+
+
+def capped_scores(before: Call, results: Results, call: Call) -> Results:
+    if before.get("qk_matmul_output_mode") != 0 or not before["softcap"]:
+        return results
+    cap = before["softcap"]
+    return {**results, "qk_matmul_output": cap * (results["qk_matmul_output"] / cap).tanh()}
+
+
 def transposed(before: Call, results: Results, call: Call) -> Results:
     """Pieces of keys with the lane outside."""
     cache, slots = before["key_cache"], before["slot_mapping"]

@@ -16,7 +16,7 @@ Results = dict[str, Tensor]
 """Outputs and arguments that were updated, by name; ``name@padding`` marks elements that may also be 0."""
 COMPARED: Final = {
     "bits": "by bits",
-    "padded": "by bits; where a row has no token, 0 is right, too",
+    "padded": "by bits; behind what is stored of a row, 0 is right, too",
     "values": "by bits, where every NaN is NaN",
     "close": "within a tolerance",
     "rounded": "within a tolerance, in its dtype",

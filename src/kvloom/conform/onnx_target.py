@@ -82,17 +82,19 @@ def model_of(operator: Operator, vector: Vector, call: Call) -> Any:
         [node],
         "vector",
         [helper.make_tensor_value_info(n, _TYPES[x.dtype], list(x.shape)) for n, x in feeds.items()],
-        [
-            helper.make_tensor_value_info(
-                n, _TYPES[first.dtype if operator.how(n) == "close" else types.get(n, first.dtype)], None
-            )
-            for n in outputs
-        ],
+        [_output(n, first.dtype if operator.how(n) == "close" else types.get(n)) for n in outputs],
     )
     domains = [helper.make_opsetid("", operator.opset)]
     if operator.domain:
         domains.append(helper.make_opsetid(operator.domain, 1))
     return helper.make_model(graph, opset_imports=domains, ir_version=_IR)
+
+
+def _output(name: str, dtype: torch.dtype | None) -> Any:
+    """Output of the model; without a dtype it has the one that the operator gives."""
+    if dtype is None:
+        return helper.make_empty_tensor_value_info(name)
+    return helper.make_tensor_value_info(name, _TYPES[dtype], None)
 
 
 def _to_numpy(feeds: dict[str, Tensor]) -> dict[str, Any]:

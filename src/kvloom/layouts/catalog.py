@@ -83,7 +83,11 @@ LAYOUTS: Final = {
         NamedLayout("pmx_attention_3", "2 L H T D", "", _PMX, f"{_FUSED} 3"),
         NamedLayout("hugging_face", "B H S D", "", "transformers", "Cache: keys and values of a layer"),
         NamedLayout(
-            "vllm", "2 B S H D", "", "vLLM", "reshape_and_cache_flash, keys and values in one tensor"
+            "vllm",
+            "2 B S H D",
+            "",
+            "vLLM",
+            "reshape_and_cache_flash, FlashAttention's pages in older versions",
         ),
         NamedLayout("vllm_gpu", "B S H 2 D", "", "vLLM 0.32", "pages on GPUs, KVCacheLayout LBNHC (NHD)"),
         NamedLayout("vllm_gpu_hnd", "B H S 2 D", "", "vLLM 0.32", "pages on GPUs, KVCacheLayout LBHNC (HND)"),

@@ -54,7 +54,9 @@ def test_kernels_of_cpus_write_the_named_layouts(isa: str, dtype: torch.dtype) -
     try:
         _custom_ops.cpu_attn_reshape_and_cache(key, value, *caches, slots, isa)
     except RuntimeError as error:
-        pytest.skip(f"this vLLM has no such kernel on this machine: {error}")
+        if isa != "amx" or "Unsupported CPU attention configuration" not in str(error):
+            raise
+        pytest.skip(f"vLLM loads no kernel with AMX on this machine: {error}")
     layout = LAYOUT_OF[isa]
     assert_holds(KVTensors(sides(pages, layout), layout), key, value, slots)
 

@@ -65,9 +65,8 @@ def _mask(draw: Draw, shape: list[int], dtype: torch.dtype, may_be_integers: boo
         return ~hidden, "a boolean mask"
     if kind == "integer":
         values = [draw.integer(0, 2) for _ in range(math.prod(shape))]
-        return ints(values, draw.one([torch.int64, torch.int32, torch.uint8])).reshape(
-            shape
-        ), "an integer mask"
+        integers = ints(values, draw.one([torch.int64, torch.int32, torch.uint8]))
+        return integers.reshape(shape), "an integer mask"
     numbers = draw.calm(shape, dtype)
     if kind == "float":
         return numbers, "a float mask"

@@ -66,6 +66,20 @@ def _mask_as(change: Callable[[Tensor], Tensor | None]) -> Change:
     return changed
 
 
+def _hidden_are_finite(operator: Operator, call: Call, results: Results) -> Results | None:
+    scores = results.get("qk_matmul_output")
+    if scores is None or call["qk_matmul_output_mode"] != 2:
+        return None
+    lowest = torch.full_like(scores, torch.finfo(call["Q"].dtype).min)
+    return {**results, "qk_matmul_output": torch.where(scores == -math.inf, lowest, scores)}
+
+
+def _raw_are_capped(operator: Operator, call: Call, results: Results) -> Results | None:
+    if call.get("qk_matmul_output_mode") != 0 or not call["softcap"]:
+        return None
+    return operator.oracle({**call, "qk_matmul_output_mode": 1})
+
+
 def _at_the_end(call: Call) -> Call | None:
     """A mask that is narrower than the keys is read as that of the last ones."""
     if "Q" not in call or "attn_mask" not in call:
@@ -186,6 +200,10 @@ MISTAKES: Final = (
             _mask_as(lambda mask: mask.float() if mask.dtype == torch.bool else None)),
     by_call("integer mask as boolean", "integers of a mask are added, they are taken for true and false",
             _mask_as(lambda mask: mask.bool() if mask.dtype in _INTEGERS else None)),
+    Mistake("hidden scores are finite", "a hidden score is the lowest number in qk_matmul_output, it is -inf",
+            _hidden_are_finite),
+    Mistake("raw scores are capped", "mode 0 of qk_matmul_output comes after the softcap, it is before it",
+            _raw_are_capped),
     by_call("mask of the last keys", "keys beyond the mask are hidden, those before it are", _at_the_end),
     by_call("ALiBi ignored", "is_alibi has no effect",
             lambda c: {**c, "is_alibi": 0} if c.get("is_alibi") else None),

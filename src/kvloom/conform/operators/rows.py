@@ -54,7 +54,7 @@ def _attention(opset: int) -> Operator:
     )
     return Operator(
         "onnx.attention" if opset == 24 else f"onnx.attention_{opset}",
-        f"ONNX: Attention-{opset}" + (", corrected in 1.23" if opset < 25 else ""),
+        f"ONNX: Attention-{opset}{', corrected in 1.23' * (opset < 25)}, of inputs with four axes",
         (
             Argument("Q", "B Hq S D", FLOAT),
             Argument("K", "B H N D", "=Q"),
@@ -99,6 +99,8 @@ def _attention(opset: int) -> Operator:
 
 
 _ONNX_ATTENTION: Final = _attention(24)
+_SCALES: Final = "1 | 1 1 | H? 1 D? | 1 H? 1 D?"
+"""What broadcasts to a cache: one scale, or one for each channel."""
 _GROUP_QUERY: Final = Operator(
     "microsoft.group_query_attention",
     "ONNX Runtime: com.microsoft GroupQueryAttention",
@@ -110,8 +112,8 @@ _GROUP_QUERY: Final = Operator(
         Argument("past_value", "B H M E", "=past_key"),
         Argument("seqlens_k", "B", "int32"),
         Argument("total_sequence_length", "", "int32"),
-        Argument("k_scale", "1 | 1 H 1 D", "float32", is_optional=True),
-        Argument("v_scale", "1 | 1 H 1 D", "float32", is_optional=True),
+        Argument("k_scale", _SCALES, "float32", is_optional=True),
+        Argument("v_scale", _SCALES, "float32", is_optional=True),
         Argument("num_heads", low=1),
         Argument("kv_num_heads", low=1),
         Argument("scale", is_optional=True),
@@ -130,6 +132,8 @@ _GROUP_QUERY: Final = Operator(
         Rule("past_key", "E * (2 if kv_cache_bit_width == 4 else 1) * H == F"),
         Rule("k_scale", "(k_scale is None) == (k_quant_type == 'NONE')"),
         Rule("v_scale", "(v_scale is None) == (v_quant_type == 'NONE')"),
+        Rule("k_scale", "k_scale is None or k_scale.numel() == (F if k_quant_type == 'PER_CHANNEL' else 1)"),
+        Rule("v_scale", "v_scale is None or v_scale.numel() == (F if v_quant_type == 'PER_CHANNEL' else 1)"),
         Rule("seqlens_k", "all(0 <= n < M for n in seqlens_k)"),
         Rule(
             "total_sequence_length",

@@ -117,11 +117,14 @@ def onnx_attention(
 
 
 def quantized(x: float, scale: float, bits: int) -> int:
-    """Code of ``x``: ``x * (1 / scale)``, both rounded to float32, to the nearest, ties to even."""
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    """Code of ``x``: ``x * (1 / scale)``, both rounded to float32, to the nearest, ties to even.
+
+    Beyond the codes it is the last one, for NaN the highest.
+    """
+    high: int = 2 ** (bits - 1) - 1
     inverse = 1 / torch.tensor(scale, dtype=torch.float32)
-    code: int = max(low, min(high, round(float(torch.tensor(x, dtype=torch.float32) * inverse))))
-    return code
+    product = float(torch.tensor(x, dtype=torch.float32) * inverse)
+    return high if math.isnan(product) else round(max(-high - 1, min(high, product)))
 
 
 def group_query_attention(
@@ -187,7 +190,8 @@ def group_query_attention(
 
 
 def _codes(row: Tensor, scales: Tensor, head: int, bits: int) -> Tensor:
-    of = [float(scales.reshape(-1)[0])] * len(row) if scales.numel() == 1 else scales[0, head, 0].tolist()
+    one = scales.numel() == 1
+    of = [float(scales.reshape(-1)[0])] * len(row) if one else scales.reshape(-1, len(row))[head].tolist()
     codes = [quantized(x, s, bits) for x, s in zip(row.float().tolist(), of, strict=True)]
     if bits == 8:
         return torch.tensor(codes, dtype=torch.int8)
