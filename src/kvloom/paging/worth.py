@@ -213,7 +213,7 @@ class WorthOrder:
             heappush(self._cells.setdefault(NUM_KINDS * age + rest.kind, []), (rest.number, rest))
 
     def _grow_older(self, most: int) -> None:
-        """Move up to ``most`` rests that can be evicted to the cells of their present age, the oldest first."""
+        """Move up to ``most`` evictable rests to the cells of their present age, the oldest first."""
         for cell in sorted(self._cells, reverse=True):
             heap = self._cells[cell]
             start = self._clock - LIMITS[cell // NUM_KINDS + 1]  # older than this cell
