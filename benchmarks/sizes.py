@@ -117,7 +117,7 @@ ROWS: dict[str, tuple[Callable[[int], Call], str, int]] = {
     "a page in its table": (page_table, "tokens before it", 16_000),
     "an eviction": (evicting, "pages", 1000),
 }
-"""For each row what makes its call, what grows, and the smallest size; the next ones are four times as large."""
+"""For each row what makes its call, what grows, and the smallest size; each next one is four times that."""
 
 
 def exponent(sizes: Sequence[int], times: Sequence[float]) -> float:
