@@ -8,6 +8,8 @@ the others. All take their step in turn, round after round, in one process; figu
 Prediction: without a cache the cost grows with the length, and faster once attention outweighs the weights;
 with one it is nearly flat until the keys and values read outweigh the weights, near 1,000 tokens here, and
 stays below the former by a factor that grows with the length.
+
+Then the CPU time of what keeps the books, by what it grows with (``sizes.py``).
 """
 
 import argparse
@@ -22,6 +24,7 @@ import torch
 from peers import Contender, fill, kvloom, llama, step, stock
 from plots import draw, place
 from rounds import in_turn
+from sizes import measure as measure_sizes
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 WARMUP = 1
@@ -78,7 +81,8 @@ def main() -> None:
         rows.append({"length": length, "ms": ms, "saved": {x: ms[BARE.name] / ms[x] for x in ms}})
     path = args.plot or (None if args.quick else place("growth.svg"))
     drawn = path is not None and plot(rows, path)
-    print(json.dumps({"figure": "growth", "rounds": rounds, "drawn": drawn, "rows": rows}))
+    books = measure_sizes(is_quick=args.quick)
+    print(json.dumps({"figure": "growth", "rounds": rounds, "drawn": drawn, "rows": rows, "sizes": books}))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,25 @@ def growth_section(result: dict[str, Any]) -> str:
         f"by tokens of text.\n\n{table(['tokens', *names], rows)}"
     )
     plot = link("cost of the next token", place("growth.svg"))
-    return f"{text}\n\n{plot}" if result["drawn"] else text
+    parts = [text, plot] if result["drawn"] else [text]
+    if "sizes" in result:
+        books = [
+            [
+                row["what"],
+                row["grows"],
+                *(f"{x:,}: {us:.0f}" for x, us in sized(row)),
+                f"{row['exponent']:.1f}",
+            ]
+            for row in result["sizes"]
+        ]
+        head = ["one call", "by its number of", *["size: us"] * 4, "exponent"]
+        parts.append(f"CPU time of what keeps the books, by what it grows with.\n\n{table(head, books)}")
+    return "\n\n".join(parts)
+
+
+def sized(row: dict[str, Any]) -> list[tuple[int, float]]:
+    """Sizes of a row with their microseconds."""
+    return [*zip(row["sizes"], row["us"], strict=True)]
 
 
 def generate_section(result: dict[str, Any]) -> str:

@@ -257,6 +257,7 @@ def test_growth_measures_and_draws(quick: Callable[..., Any], tmp_path: Path) ->
     result = quick("growth", "--plot", str(path))
     assert [x["length"] for x in result["rows"]] == [16, 32]
     assert path.exists() == result["drawn"]
+    assert all(len(x["us"]) == len(x["sizes"]) == 2 and x["us"][0] > 0 for x in result["sizes"])
 
 
 def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,9 @@ from kvloom.caches import (
     Sequences,
     SlidingWindowLayer,
     StaticSlidingWindowLayer,
+    saving,
 )
+from kvloom.caches.saving import SavedStorage
 from kvloom.core.specs import QuantSpec
 
 FORMATS: dict[str, Any] = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8, rotated=True)}
@@ -188,3 +191,51 @@ def test_caches_of_layers(kind: str, again: Callable[[Any], Any]) -> None:
         for layer_idx in range(2):
             new = tokens(2, count, 8)
             both_same(list(loaded.update(new, new, layer_idx)), list(cache.update(new, new, layer_idx)))
+
+
+class Nothing(io.RawIOBase):
+    """A file that keeps nothing of what is written."""
+
+    def write(self, data: Any) -> int:
+        return len(memoryview(data))
+
+
+@pytest.mark.parametrize("kind", ["pages", "fixed", "prefixes"])
+def test_protocol_5_has_a_small_part_of_the_tokens_in_memory(kind: str) -> None:
+    held = torch.randn(1, 2, 4096, 64)
+    if kind == "prefixes":
+        form = CacheFormat(page_size=16, max_tokens=4096)
+        cache: Any = PrefixCache(form, num_layers=4, heads=2, head_dim=64, dtype=torch.float32)
+        sequence = cache.begin(range(4096))
+        for layer in range(4):
+            cache.append(sequence, layer, held[0].transpose(0, 1), held[0].transpose(0, 1))
+    else:
+        cache = [
+            PagedLayer(CacheFormat()) if kind == "pages" else FixedLayer(CacheFormat(max_tokens=4096))
+            for _ in range(4)
+        ]
+        for layer in cache:
+            layer.append(held, held)
+    nbytes = 4 * 2 * held.nbytes
+    tracemalloc.start()
+    pickle.dump(cache, Nothing(), protocol=5)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < nbytes / 4, most / nbytes
+
+
+def test_what_earlier_releases_pickled_is_read() -> None:
+    storage = two_layers(Sequences(CacheFormat(page_size=4)))[0]
+    storage.append(tokens(1, 8), -tokens(1, 8))
+    kept = storage.storage
+    assert kept is not None
+    specs, tensors = saving._copied(kept, torch.arange(8))
+    old = SavedStorage.__new__(SavedStorage)
+    own = {"specs": specs, "page_size": 4, "layout": "auto", "is_gathered": False}
+    old.__setstate__(own | {"tensors": tensors, "smoothing": None})
+    read = old.storage()
+    read.reserve(1, 2)
+    old.write(read, torch.arange(8))
+    assert old.num_pages == 2
+    for x, y in zip(saving._copied(read, torch.arange(8)).tensors, tensors, strict=True):
+        assert x is y is None or torch.equal(x, y)

@@ -21,4 +21,12 @@ def by_pickle(x: Any) -> Any:
     return pickle.loads(pickle.dumps(x))  # noqa: S301 (our own)
 
 
-every_way = pytest.mark.parametrize("again", [by_torch, by_pickle])
+def by_protocol_5(x: Any) -> Any:
+    """In pieces, by the pickler of Python as well, which looks ahead."""
+    file = io.BytesIO()
+    pickle._Pickler(file, protocol=5).dump(x)
+    assert pickle.loads(file.getvalue()) is not None  # noqa: S301 (our own)
+    return pickle.loads(pickle.dumps(x, protocol=5))  # noqa: S301 (our own)
+
+
+every_way = pytest.mark.parametrize("again", [by_torch, by_pickle, by_protocol_5])

@@ -164,7 +164,7 @@ class Oracle(World):
         """All there is to change."""
         pool, tree = self.pool, self.tree
         return (
-            [list(part) for part in (pool._refs, pool._counts, pool._free, pool._evictable)],
+            [list(part) for part in (pool._generations, pool._counts, pool._free, pool._evictable)],
             [dict(part) for part in (pool._parents, tree._nodes, tree._pages)],
             [(node.page, node.num_children) for node in tree._nodes.values()],
             [(request.table.pages, request.table.num_tokens) for request in self.requests],

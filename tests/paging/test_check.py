@@ -78,7 +78,7 @@ DAMAGE: dict[str, Callable[[Scene], object]] = {
     r"evictable are \[3\], listed \[1, 3\]": lambda s: s.pool._evictable.update({1: None}),
     r"sealed are \[0, 1, 2, 3\], in the tree": lambda s: s.pool._parents.update({2: 1}),
     r"sealed are \[0, 1\], in the tree": lambda s: s.pool._parents.pop(3),
-    r"sealed are \[0, 1, 3\], in the tree \[.*id=0.*id=0": lambda s: add_node(s, s.pool._refs[0]),
+    r"sealed are \[0, 1, 3\], in the tree \[.*id=0.*id=0": lambda s: add_node(s, s.pool.ref(0)),
     "a node of 0 children has no page": lambda s: add_node(s, None),
     "has 2 children, and counts 3": lambda s: setattr(s.tree._pages[0], "num_children", 3),
     "preferred are .*, of which some": lambda s: s.pool._preferred.add(7),

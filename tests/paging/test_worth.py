@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
+from oracles.interrupts import interrupted
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
 from kvloom.paging import PagePool, PageRef, PrefixTree, check
@@ -162,3 +164,17 @@ def test_held_pages_are_not_sealed_twice() -> None:
 def test_a_policy_that_is_none_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"^policy must be one of lru, ours, got 'mru'"):
         PagePool(4, "mru")
+
+
+def test_no_eviction_costs_more_in_a_larger_pool() -> None:
+    """Short texts, each of which rests alone: counting all their ages at once took time for each of them."""
+    longest = []
+    for num_pages in (1000, 4000):
+        pool, tree = make(num_pages)
+        lines = 0
+        for i in range(2 * num_pages):
+            if not pool.num_free:
+                lines = max(lines, interrupted(0, partial(tree.evict, 1)))
+            end(pool, tree.insert([i], pool.take(1)))
+        longest.append(lines)
+    assert longest[1] < 1.5 * longest[0]

@@ -172,20 +172,6 @@ def test_limits_hold_before_something_is_written(tmp_path: Path, monkeypatch: py
     assert 0 < largest <= limit
 
 
-def test_limits_hold_where_many_write() -> None:
-    """Each knows of the writes of others from listings only, and expects as much of them until the next."""
-    limit, sizes = 250_000, list[int]()
-    stores = [KVStore("memory://many", max_bytes=limit) for _ in range(12)]
-    for token in range(500):
-        save(stores[token % 12], [token, 3])
-        assert stores[token % 12].flush()
-        if token % 10 == 0:
-            sizes.append(sum(x.size for x in stores[0].tiers[0].connected().list_stored()))
-    for store in stores:
-        store.close()
-    assert limit // 2 < max(sizes) <= limit
-
-
 def test_what_is_larger_than_the_limit_removes_nothing(tmp_path: Path) -> None:
     path = written(tmp_path, [1, 2])
     with KVStore(f"file://{tmp_path}", max_bytes=path.stat().st_size, read="always") as store:

@@ -298,3 +298,17 @@ def test_opening_removes_no_file_of_others(tmp_path: Path) -> None:
     KVStore(f"file://{tmp_path}").close()
     assert main(["store", "ls", str(tmp_path)]) == 0
     assert texts(tmp_path, names) == before
+
+
+def test_limits_hold_where_many_write() -> None:
+    """Each knows of the writes of others from listings only, and expects as much of them until the next."""
+    limit, sizes = 250_000, list[int]()
+    stores = [KVStore("memory://many", max_bytes=limit) for _ in range(12)]
+    for token in range(500):
+        save(stores[token % 12], [token, 3])
+        assert stores[token % 12].flush()
+        if token % 10 == 0:
+            sizes.append(sum(x.size for x in stores[0].tiers[0].connected().list_stored()))
+    for store in stores:
+        store.close()
+    assert limit // 2 < max(sizes) <= limit

@@ -69,13 +69,8 @@ class FixedLayer(Layer):
         state = vars(self) | {"_storage": None, "_ring": None, "length": 0, "_reach": 0}
         if self.storage is not None:
             num_slots = max(min(int(self._reach), self.num_slots), 1)
-            held = self.storage.like(num_slots)
-            held.reserve(self.size, 1)
-            ring = Ring(self.size, num_slots, num_slots, self.length.device)
-            position = torch.arange(num_slots, device=self.length.device)
-            slots = (x.slots(position).flatten() for x in (self._ring, ring))
-            ops.copy(self.storage.view, next(slots), held.view, next(slots))
-            state["_storage"] = SavedStorage.of(held, torch.arange(self.size * num_slots))
+            slots = self._ring.slots(torch.arange(num_slots, device=self.length.device)).flatten()
+            state["_storage"] = SavedStorage.of(self.storage, slots, num_slots)
             state |= {"length": self.num_tokens, "_reach": int(self._reach)}
         return state
 
@@ -84,12 +79,11 @@ class FixedLayer(Layer):
         vars(self).update(state)
         self._free()
         if saved is not None:
-            rows, position = saved.view.num_slots // saved.page_size, torch.arange(saved.page_size)
+            rows, position = saved.num_pages, torch.arange(saved.page_size)
             storage = saved.storage(self.num_slots)
             storage.reserve(rows, 1)
             self._hold(storage, state["length"], state["_reach"], state["_recent"])
-            slots = self._ring.slots(position.to(storage.device)).flatten()
-            ops.copy(saved.view, torch.arange(len(slots), device=storage.device), storage.view, slots)
+            saved.write(storage, self._ring.slots(position.to(storage.device)).flatten())
 
     @property
     def storage(self) -> Storage | None:

@@ -1,10 +1,11 @@
 """Pages and their holders: pool, prefix tree, page tables. Integers only; imports no torch."""
 
+from kvloom.paging.arguments import POLICIES, expect_policy
 from kvloom.paging.causes import CAUSES, Miss
 from kvloom.paging.check import check
 from kvloom.paging.events import Events
 from kvloom.paging.interrupts import interruptible, uninterrupted, whole
-from kvloom.paging.pool import POLICIES, PagePool, PageRef, expect_policy
+from kvloom.paging.pool import PagePool, PageRef
 from kvloom.paging.prefix import PrefixTree
 from kvloom.paging.states import Event, PageStates
 from kvloom.paging.table import Copy, Growth, PageTable, release_all

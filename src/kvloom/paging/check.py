@@ -37,8 +37,8 @@ def check(
     for ref in holders:
         if not 0 <= ref.id < pool.num_pages:
             raise StateError(f"a reference is to page {ref.id} of {pool.num_pages}")
-        if pool._refs[ref.id] != ref:
-            raise StateError(f"{ref} is held and stale: the page is now {pool._refs[ref.id]}")
+        if pool.ref(ref.id) != ref:
+            raise StateError(f"{ref} is held and stale: the page is now {pool.ref(ref.id)}")
     _check_tree(pool, tree)
     _check_states(pool, Counter(ref.id for ref in holders))
     if pool.worth is not None:
@@ -81,8 +81,8 @@ def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
         if node.num_children != children[id(node)]:
             raise StateError(f"{node.page} has {children[id(node)]} children, and counts {node.num_children}")
     for page, node in pages.items():
-        if node.page != pool._refs[page] or tree._nodes.get(node.key) is not node:
-            raise StateError(f"the key of {pool._refs[page]} leads to {node.page}")
+        if node.page != pool.ref(page) or tree._nodes.get(node.key) is not node:
+            raise StateError(f"the key of {pool.ref(page)} leads to {node.page}")
         above = node.key[1].page if is_chain and node.key[1] is not None else None
         if parents[page] != (None if above is None else above.id):
             raise StateError(f"the parent of page {page} is {above}, but it holds {parents[page]}")
@@ -100,7 +100,7 @@ def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
 
 def _check_states(pool: PagePool, counts: Counter[int]) -> None:
     """Check each page's place and its state, which follows from ``counts`` of held references alone."""
-    for page, (extent, index) in enumerate(pool._places):
+    for page, (extent, index) in enumerate(map(pool.place, range(pool.num_pages))):
         if pool._extents[extent][index] != page:
             there = pool._extents[extent][index]
             raise StateError(

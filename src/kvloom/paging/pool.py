@@ -1,32 +1,18 @@
 """Pool of pages with reference counts. Integers only; imports no torch."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
+from kvloom.paging.arguments import expect_policy
 from kvloom.paging.events import Events
 from kvloom.paging.worth import WorthOrder
 
-POLICIES: Final = ("lru", "ours")
-"""Names of eviction policies."""
-
-
-def expect_policy(policy: str) -> None:
-    """Raise ArgumentError if there is no such policy."""
-    if policy not in POLICIES:
-        raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-
-
-def expect_page_size(page_size: int) -> None:
-    """Check a page size.
-
-    Raises:
-        ArgumentError: it is no positive int.
-    """
-    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
+_LONGEST: Final = 1 << 32
+"""Number of pages that no extent has."""
 
 
 class PageRef(NamedTuple):
@@ -81,19 +67,19 @@ class PagePool:
     # pages that a window passed are evicted first, unless a look-up has found them.
 
     __slots__ = (
-        "_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_passed", "_places",
-        "_preferred", "_refs", "events", "worth",
+        "_counts", "_evict", "_evictable", "_extents", "_free", "_generations", "_parents", "_passed",
+        "_places", "_preferred", "events", "worth",
     )  # fmt: skip
 
     def __init__(self, num_pages: int, policy: str = "lru") -> None:
         expect_policy(policy)
         self.events: Events | None = None
         self.worth = WorthOrder() if policy == "ours" else None
-        self._refs: list[PageRef] = []  # the valid reference to each page
+        self._generations = array("q")  # of each page
         self._counts: list[int] = []
         self._free: dict[int, None] = {}  # a stack from which any page can be taken
         self._extents: list[list[int]] = [[]]  # pages of each extent, in order
-        self._places: list[tuple[int, int]] = []  # extent of each page, and its index there
+        self._places = array("q")  # index of each page in its extent, and the extent times ``_LONGEST``
         self._parents: dict[int, int | None] = {}  # of each sealed page; None at the start of a sequence
         self._evictable: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self._passed: dict[int, None] = {}  # evictable pages, too, that a window passed and no look-up found
@@ -101,10 +87,18 @@ class PagePool:
         self._evict: Callable[[int], object] | None = None
         self.grow(num_pages)
 
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        own = state[1]
+        if "_refs" in own:  # by an earlier release
+            own["_generations"] = array("q", [generation for _, generation in own.pop("_refs")])
+            own["_places"] = array("q", [extent * _LONGEST + index for extent, index in own["_places"]])
+        for name, value in own.items():
+            setattr(self, name, value)
+
     @property
     def num_pages(self) -> int:
         """Number of all pages."""
-        return len(self._refs)
+        return len(self._counts)
 
     @property
     def num_free(self) -> int:
@@ -142,11 +136,11 @@ class PagePool:
 
     def place(self, page: int) -> tuple[int, int]:
         """Extent of the page with this id, and its index in it."""
-        return self._places[page]
+        return divmod(self._places[page], _LONGEST)
 
     def next_free(self, page: int, num_pages: int) -> list[int]:
         """Up to ``num_pages`` contiguous free pages after ``page`` in its extent."""
-        extent, index = self._places[page]
+        extent, index = self.place(page)
         return self.free_from(extent, index + 1, num_pages)
 
     def free_from(self, extent: int, index: int, num_pages: int) -> list[int]:
@@ -166,17 +160,17 @@ class PagePool:
             raise ArgumentError(f"num_extents must be at least 1, got {num_extents}")
         first, end = self.num_pages, self.num_pages + num_pages
         extents = [[] for _ in range(num_extents)] if first == 0 else [[*pages] for pages in self._extents]
-        places, page, count = [*self._places], first, len(extents)
+        places, page, count = array("q", self._places), first, len(extents)
         for i, pages in enumerate(extents):
             while page < end and len(pages) < -(-(end - i) // count):
-                places.append((i, len(pages)))
+                places.append(i * _LONGEST + len(pages))
                 pages.append(page)
                 page += 1
-        refs, counts = [PageRef(page, 0) for page in range(first, end)], self._counts + [0] * num_pages
+        generations, counts = self._generations + array("q", [0]) * num_pages, self._counts + [0] * num_pages
         free = dict.fromkeys(range(end - 1, first - 1, -1)) | self._free
         # At once, so that Ctrl-C leaves all of the old or all of the new.
-        new = self._refs + refs, counts, free, extents, places
-        self._refs, self._counts, self._free, self._extents, self._places = new
+        new = generations, counts, free, extents, places
+        self._generations, self._counts, self._free, self._extents, self._places = new
         if self.events is not None:
             self.events.note("grow", [], num_pages=end)
 
@@ -208,7 +202,7 @@ class PagePool:
         for page in wanted:
             del self._free[page]
         others = [self._free.popitem()[0] for _ in range(num_pages - len(wanted))]
-        refs = [self._refs[page] for page in (*wanted, *others)]
+        refs = [self.ref(page) for page in (*wanted, *others)]
         for ref in refs:
             self._counts[ref.id] = 1
         if self.events is not None:
@@ -281,6 +275,10 @@ class PagePool:
         """Number of references to the page: one of each holder, and of each active page sealed under it."""
         return self._counts[self._page(ref)]
 
+    def ref(self, page: int) -> PageRef:
+        """Reference to the page with this id, valid unless it is free."""
+        return PageRef(page, self._generations[page])
+
     def is_free(self, page: int) -> bool:
         """Whether the page with this id is free."""
         return not self._counts[page] and page not in self._parents
@@ -329,7 +327,7 @@ class PagePool:
         pages = [self._page(ref) for ref in refs]
         for page in pages:
             if page in self._parents:
-                raise StateError(f"page {page} of generation {self._refs[page].generation} is sealed already")
+                raise StateError(f"page {page} of generation {self._generations[page]} is sealed already")
         if len(set(pages)) < len(pages):
             raise StateError(f"pages must be sealed once, got {pages}")
         if parent is not None and not self.is_sealed(parent):
@@ -347,7 +345,7 @@ class PagePool:
         """For the tree, which must ``reclaim`` them: pages to evict next, or all if there are fewer."""
         if self.worth is None:
             return list(islice(self.evictable(), num_pages))
-        return [self._refs[page] for page in self.worth.evict(num_pages)]
+        return [self.ref(page) for page in self.worth.evict(num_pages)]
 
     def reclaim(self, refs: Sequence[PageRef]) -> None:
         """For the tree: free evictable pages that have no children, and end their generation.
@@ -370,24 +368,25 @@ class PagePool:
 
     def evictable(self) -> Iterator[PageRef]:
         """Evictable pages, children before parents, else LRU first. Valid until the pool changes."""
-        return (self._refs[page] for page in chain(self._passed, self._evictable))
+        return (self.ref(page) for page in chain(self._passed, self._evictable))
 
     def _end(self, page: int) -> None:
-        self._refs[page] = PageRef(page, self._refs[page].generation + 1)
+        self._generations[page] += 1
         self._free[page] = None
 
     def _page(self, ref: PageRef) -> int:
         """Id of the page of a reference; raises StateError if it is stale."""
-        page, refs = ref.id, self._refs
-        if 0 <= page < len(refs) and refs[page] == ref and (self._counts[page] or page in self._parents):
-            return page
+        page, generations = ref.id, self._generations
+        if 0 <= page < len(generations) and generations[page] == ref.generation:
+            if self._counts[page] or page in self._parents:
+                return page
         raise self._stale(ref)
 
     def _stale(self, ref: PageRef) -> StateError:
         page = ref.id
-        if not 0 <= page < len(self._refs):
-            return StateError(f"page {page} does not exist, the pool has {len(self._refs)}")
-        newest = self._refs[page].generation
+        if not 0 <= page < self.num_pages:
+            return StateError(f"page {page} does not exist, the pool has {self.num_pages}")
+        newest = self._generations[page]
         if ref.generation < newest:
             return StateError(
                 f"page {page} of generation {ref.generation} is gone, the page is at generation {newest}"

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging.arguments import expect_page_size
 from kvloom.paging.events import Events
 from kvloom.paging.nodes import Node, record_present, recorded
-from kvloom.paging.pool import PagePool, PageRef, expect_page_size
+from kvloom.paging.pool import PagePool, PageRef
 from kvloom.paging.table import PageTable
 
 

@@ -7,8 +7,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging.arguments import expect_page_size
 from kvloom.paging.interrupts import whole
-from kvloom.paging.pool import PagePool, PageRef, expect_page_size
+from kvloom.paging.pool import PagePool, PageRef
 
 
 class Copy(NamedTuple):

@@ -18,6 +18,9 @@ _MEMORY: Final = 8
 _LEAD: Final = 0.005
 """Tolerated loss of hits against LRU, as a share of the pages asked for."""
 
+_AT_ONCE: Final = 64
+"""Number of rests that grow older for each page that is evicted, so that no eviction takes long."""
+
 
 class _Text:
     """Text of a page that is in the pool or remembered. Pages are named by their ids."""
@@ -63,8 +66,8 @@ class WorthOrder:
     """
 
     __slots__ = (
-        "_above", "_asked", "_cells", "_clock", "_counted", "_far", "_follows_use", "_lost", "_near",
-        "_num_rests", "_odds", "_open", "_rests", "_room", "_sealed", "_slack",
+        "_above", "_asked", "_cells", "_clock", "_counted", "_counting", "_far", "_follows_use", "_lost",
+        "_near", "_num_rests", "_odds", "_open", "_rests", "_room", "_sealed", "_slack",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -74,7 +77,8 @@ class WorthOrder:
         self._room = 0  # size of ``_near``: number of sealed pages at the last eviction
         self._slack: float = inf  # size at which ``_near`` is trimmed, a little more
         self._clock = 0  # number of pages that became idle
-        self._counted = 0  # clock at the last ``_count``
+        self._counted = 0  # clock when ``_count`` last ended
+        self._counting: tuple[int, int] | None = None  # age that it counts, and the clock when it began
         self._odds = Odds()
         self._rests: list[deque[_Rest]] = [deque() for _ in LIMITS]  # by counted age, oldest first
         self._cells: dict[int, list[tuple[int, _Rest]]] = {}  # heaps of evictable rests, by age and kind
@@ -154,9 +158,12 @@ class WorthOrder:
         self._room = len(self._sealed)
         self._slack = self._room + self._room // 64
         self._forget()
-        if self._clock - self._counted >= min(max(self._room // 4, 1024), self._counted // 2):
-            self._count()
-        self._grow_older()
+        is_due = self._clock - self._counted >= min(max(self._room // 4, 1024), self._counted // 2)
+        if self._counting is None and is_due:
+            self._counting = len(LIMITS) - 2, self._clock
+        if self._counting is not None:
+            self._count(_AT_ONCE * num_pages)
+        self._grow_older(_AT_ONCE * num_pages)
         limit = _LEAD * max(self._asked, 4 * self._room)
         self._lost = max(self._lost, -limit)
         self._follows_use = self._lost > (0.75 * limit if self._follows_use else limit)
@@ -205,12 +212,13 @@ class WorthOrder:
             rest.is_listed = True
             heappush(self._cells.setdefault(NUM_KINDS * age + rest.kind, []), (rest.number, rest))
 
-    def _grow_older(self) -> None:
-        """Move rests that can be evicted to the cells of their present age."""
+    def _grow_older(self, most: int) -> None:
+        """Move up to ``most`` evictable rests to the cells of their present age, the oldest first."""
         for cell in sorted(self._cells, reverse=True):
             heap = self._cells[cell]
             start = self._clock - LIMITS[cell // NUM_KINDS + 1]  # older than this cell
-            while heap and heap[0][1].start <= start:
+            while most and heap and heap[0][1].start <= start:
+                most -= 1
                 _, rest = heappop(heap)
                 rest.is_listed = False
                 if rest.num_left:
@@ -243,15 +251,20 @@ class WorthOrder:
                 entered[i] += rest.num_left
             rest.age = age
 
-    def _count(self) -> None:
-        """Learn from the counts since the last time."""
-        for age in range(len(LIMITS) - 2, -1, -1):
-            start, rests = self._clock - LIMITS[age + 1], self._rests[age]
+    def _count(self, most: int) -> None:
+        """Count the ages of up to ``most`` rests; learn from the counts once those of all are counted."""
+        while self._counting is not None:
+            age, clock = self._counting
+            start, rests = clock - LIMITS[age + 1], self._rests[age]
             while rests and rests[0].start <= start:
+                if not most:
+                    return
+                most -= 1
                 rest = rests.popleft()
                 if rest.num_left:
                     self._age(rest)
                     self._rests[rest.age].append(rest)
+            self._counting = (age - 1, clock) if age else None
         kept = 0.5 ** ((self._clock - self._counted) / (16 * self._room))
         self._odds.learn(kept)
         self._lost *= kept

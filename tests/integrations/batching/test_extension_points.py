@@ -97,6 +97,7 @@ def test_schedulers_have_what_is_overridden() -> None:
         "add_waiting_request": ["self", "state"],
         "finish_request": ["self", "request_id"],
         "_infer_request_tokens": ["self", "state", "request_ids_to_remove_from_waiting"],
+        "_cleanup_waiting_queue": ["self", "request_ids_to_remove_from_waiting"],
         "_get_waiting_candidates": ["self"],
     }
     for name in ("fifo", "prefill_first"):

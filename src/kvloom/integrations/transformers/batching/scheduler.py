@@ -1,8 +1,9 @@
 """transformers' schedulers, with prefixes that are computed once and requests that fail alone."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
@@ -10,6 +11,9 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from kvloom.errors import ArgumentError, OutOfPages
 from kvloom.integrations.transformers.batching.cache import BatchCache
 from kvloom.integrations.transformers.batching.held import most_findable, salt_of
+
+_MOST_PASSED: Final = 64
+"""Maximum number of requests that wait for a page or a store, and are passed over in a step."""
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
@@ -20,6 +24,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
     """
 
     cache: BatchCache
+    waiting_requests_order: deque[str]
     fail: Callable[[Exception, Any], None]
     """Function that reports the failure of a request; set after construction."""
     most_positions: int | None = None
@@ -88,8 +93,24 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             ]
         for state in cancelled:
             self.cache.keep_turn(state)
-        states: list[Any] = super().clear_cancelled_requests()
+        # transformers would search the waiting requests for each cancelled one.
+        order, self.waiting_requests_order = self.waiting_requests_order, deque()
+        try:
+            states: list[Any] = super().clear_cancelled_requests()
+        finally:
+            is_shorter = len(self.waiting_requests) < len(order)
+            still = deque(x for x in order if x in self.waiting_requests) if is_shorter else order
+            self.waiting_requests_order = still
         return states
+
+    def _cleanup_waiting_queue(self, request_ids_to_remove_from_waiting: set[str]) -> None:
+        """Remove requests from the waiting ones, of which most are at the front."""
+        order, passed, num_left = self.waiting_requests_order, list[str](), len(self.waiting_requests)
+        while order and len(order) + len(passed) > num_left:
+            name = order.popleft()
+            if name not in request_ids_to_remove_from_waiting:
+                passed.append(name)
+        order.extendleft(reversed(passed))
 
     def _may_begin(self) -> Iterator[Any]:
         """Requests that wait for pages, and not for a store."""
@@ -103,11 +124,11 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         return tokens
 
     def _get_waiting_candidates(self) -> list[Any]:
-        """Waiting requests that may begin in one step, without those that wait for a page or a store."""
+        """Waiting requests that may begin in one step, without those that wait for a page or a store.
+
+        No more than 64 of those that wait are passed over, so that a step takes as long beside any number.
+        """
         cache = self.cache
-        waiting: list[Any] = super()._get_waiting_candidates()
-        if not cache.use_prefix_sharing:
-            return waiting
         if cache.prefixes.reads is not None:
             cache.prefixes.reads.keep_only(self.waiting_requests)
         busy = _Busy(cache.prefixes.interval)
@@ -115,16 +136,23 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             if state.status == RequestStatus.PREFILLING:
                 busy.add(state, state.current_len())
         chosen: list[Any] = []
-        budget = cache.max_batch_tokens
-        for state in waiting:
-            if budget <= 0 or len(chosen) >= self.max_requests_per_batch:
+        budget, num_passed = cache.max_batch_tokens, 0
+        for name in self.waiting_requests_order:
+            if budget <= 0 or len(chosen) >= self.max_requests_per_batch or num_passed > _MOST_PASSED:
                 break
+            state = self.waiting_requests[name]
             tokens = state.initial_tokens
+            if not cache.use_prefix_sharing:
+                chosen.append(state)
+                budget -= len(tokens)
+                continue
             findable = most_findable(state, tokens)
             known = cache.num_known(tokens, salt_of(state), findable)
             if findable and busy.has(state, known):
+                num_passed += 1
                 continue
             if not cache.is_read(state):
+                num_passed += 1
                 busy.add(state, known)
                 continue
             chosen.append(state)
