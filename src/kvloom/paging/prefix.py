@@ -284,7 +284,10 @@ class PrefixTree:
             if not self._pool.count(ref):
                 raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
             if ref.id in self._pages and have != ref:
-                raise StateError(f"page {ref.id} of generation {ref.generation} is sealed under other tokens")
+                raise StateError(
+                    f"tokens and salt must be those under which page {ref.id} of generation {ref.generation} "
+                    f"was found or committed before, got others"
+                )
         for have, ref in zip(known, refs, strict=False):
             if have is not None and have != ref:
                 self._pool.retain(have)

@@ -9,9 +9,10 @@ from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.prefixes import Prefixes
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.fed_tokens import FedTokens
 from kvloom.integrations.transformers.origin import Origin, PoolCache
 from kvloom.integrations.transformers.pool_states import PoolStates
-from kvloom.paging import Miss, PageTable, uninterrupted, whole
+from kvloom.paging import Miss, uninterrupted, whole
 
 
 def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
@@ -66,13 +67,22 @@ def begin(
         cache.begin_behind(tables, begins, end, blank)
         if states is not None:
             states.begin(cache, kept, end, origin.num_shared)
+        origin.fed = FedTokens(rows, begins, end)
     return end
 
 
-def tables_of_none(prefixes: Prefixes, cache: PoolCache, rows: Sequence[object]) -> list[list[PageTable]]:
-    """Tables without pages, for each row one in each group of layers."""
-    groups = prefixes.groups[: len(with_residuals(cache.sequences))]
-    return [[group.new_table().table for group in groups] for _ in rows]
+def begin_with_none(
+    cache: PoolCache,
+    rows: Sequence[Sequence[int]],
+    begins: Sequence[int],
+    origin: Origin,
+    prefixes: Prefixes,
+    blank: Tensor,
+) -> None:
+    """Begin a cache without any prefix; arguments are those of ``begin``."""
+    groups, end = prefixes.groups[: len(with_residuals(cache.sequences))], min(begins)
+    cache.begin_behind([[group.new_table().table for group in groups] for _ in rows], begins, end, blank)
+    origin.fed = FedTokens(rows, begins, end)
 
 
 def with_hidden(
@@ -84,19 +94,29 @@ def with_hidden(
     return [*([Miss(cause, first, end - first)] if first < end else []), *misses]
 
 
-def rows_of(cache: PoolCache, input_ids: Tensor) -> list[list[int]]:
+def rows_of(cache: PoolCache, origin: Origin, input_ids: Tensor) -> list[list[int]]:
     """Tokens of each row of a cache, without padding; ``input_ids`` are those of ``commit``.
+
+    Of rows that were chosen among others they are those that were computed.
 
     Raises:
         ArgumentError: as ``KVPool.commit``.
     """
-    num_tokens = cache.sequences[0].num_positions
+    num_tokens, has_content = cache.sequences[0].num_positions, any(origin.contents)
+    if origin.fed.is_chosen and not has_content:
+        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
+        return origin.fed.rows(cache.begins)
     sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=cache.sequences[0].size)
     if not num_tokens <= sizes["T"] <= num_tokens + 1:
         raise ArgumentError(
             f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
         )
-    return [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
+    rows = [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
+    if origin.fed.is_known:  # with content, tokens may be known by other numbers than the model's
+        num_same = origin.num_found if has_content and not origin.fed.is_chosen else num_tokens
+        begins = zip(rows, cache.begins, strict=True)
+        origin.fed.expect([row[: max(num_same - begin, 0)] for row, begin in begins], cache.begins)
+    return rows
 
 
 def commit_rows(
