@@ -28,9 +28,9 @@ class FedTokens:
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], begins: Sequence[int], end: int) -> None:
-        pairs = zip(rows, begins, strict=True)
-        columns = [[0] * min(begin, end) + [*row[: max(end - begin, 0)]] for row, begin in pairs]
-        self._parts = [torch.tensor(columns, dtype=torch.int64)]
+        columns = [[0] * begin + [*row] for row, begin in zip(rows, begins, strict=True)]
+        self._asked = torch.tensor(columns, dtype=torch.int64)  # found or not
+        self._parts = [self._asked[:, :end]]
         self.num_rows, self.num_columns = len(columns), end
         self.is_known, self.is_chosen = True, False
 
@@ -54,7 +54,8 @@ class FedTokens:
 
     def select(self, rows: Sequence[int]) -> None:
         """Replace row i by row ``rows[i]``."""
-        self._parts = [self._whole()[torch.tensor(rows, dtype=torch.int64)]]
+        where = torch.tensor(rows, dtype=torch.int64)
+        self._parts, self._asked = [self._whole()[where]], self._asked[where]
         self.num_rows, self.is_chosen = len(rows), True
 
     def truncate(self, num_columns: int) -> None:
@@ -68,6 +69,13 @@ class FedTokens:
     def rows(self, begins: Sequence[int]) -> list[list[int]]:
         """Tokens of each row, without padding."""
         return [row[begin:] for row, begin in zip(self._whole().tolist(), begins, strict=True)]
+
+    def are_as_asked(self, begins: Sequence[int]) -> bool:
+        """Whether the model was given the tokens that were asked for, and not others that stand for them."""
+        given = self._whole()[:, : self._asked.shape[1]]
+        asked = self._asked[:, : given.shape[1]]
+        is_text = torch.arange(asked.shape[1]) >= torch.tensor(begins)[:, None]
+        return bool(((given == asked) | ~is_text).all())
 
     def expect(self, rows: Sequence[Sequence[int]], begins: Sequence[int]) -> None:
         """Raise ArgumentError unless the tokens of each row begin with those of ``rows``."""

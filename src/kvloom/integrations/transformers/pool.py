@@ -82,7 +82,7 @@ class KVPool(Recorder):
         self._smoothing = smoothing or {}
         self._empty = PoolCache(layers)
         self._model: PoolModel | None = PoolModel(model, wish)
-        self._memory = PoolMemory(self._model.counted)
+        self._memory = PoolMemory(self._model.memory)
         self._saved_digest = ""
         self._prefixes = prefixes_of(self._empty, self._states)
         self._head_dims = only_head_dims(text_config_of(model))
@@ -249,7 +249,7 @@ class KVPool(Recorder):
             begin_with_none(cache, rows, begins, origin, prefixes, model.states)
             return cache
         self._follow_state(origin.state)
-        recalled = self._memory.recall(rows, origin.scopes(), begins)
+        recalled = self._memory.recall(rows, origin, begins)
 
         def is_hidden(row: int, end: int) -> bool:
             return is_within(model.placeholders, rows[row], end) or recalled[row].hides(end)
@@ -297,7 +297,7 @@ class KVPool(Recorder):
         rows = rows_of(cache, origin, input_ids)
         self._follow_state(origin.state)
         commit(cache, rows, origin, self._prefixes, self._states)
-        self._memory.keep(cache.remembered, rows, origin.scopes(), cache.begins)
+        self._memory.keep(cache.remembered, rows, origin, cache.begins)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all committed pages are in the store, or could not be written.

@@ -103,7 +103,7 @@ def rows_of(cache: PoolCache, origin: Origin, input_ids: Tensor) -> list[list[in
         ArgumentError: as ``KVPool.commit``.
     """
     num_tokens, has_content = cache.sequences[0].num_positions, any(origin.contents)
-    if origin.fed.is_chosen and not has_content:
+    if origin.fed.is_chosen and (not has_content or origin.fed.are_as_asked(cache.begins)):
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
         return origin.fed.rows(cache.begins)
     sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=cache.sequences[0].size)
