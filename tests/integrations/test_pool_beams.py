@@ -15,6 +15,7 @@ from kvloom.caches import CacheFormat, PrefixCache
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.fed_tokens import FedTokens
 from kvloom.store.prefixes import salt_digest
 
 MODES: dict[str, dict[str, Any]] = {
@@ -168,3 +169,22 @@ def test_a_salt_that_is_no_string_is_refused_by_name(salt: Any) -> None:
         with pytest.raises(ArgumentError, match=r"^salt must be that with which the cache began, '', got "):
             pool.commit(cache, out, salt=salt)
     pool.commit(cache, out)
+
+
+def test_tokens_of_a_long_answer_are_known() -> None:
+    """Each is fed alone; parts are merged, and removed again."""
+    fed = FedTokens(torch.tensor([[1, 2, 3], [7, 8, 9]]), 2)
+    tokens = torch.arange(1400).view(2, 700)
+    for i in range(700):
+        fed.add(tokens[:, i : i + 1], 3 + i)
+    expected = torch.cat((torch.tensor([[1, 2], [7, 8]]), tokens), 1)
+    assert fed.rows([0, 0]) == expected.tolist()
+    fed.truncate(500)
+    fed.select([1, 0, 1])
+    fed.add(torch.full((3, 4), 5), 504)
+    assert fed.rows([0, 1, 0]) == [
+        [*expected[row, begin:500].tolist(), 5, 5, 5, 5] for row, begin in ((1, 0), (0, 1), (1, 0))
+    ]
+    assert fed.is_known
+    fed.add(None, 505)
+    assert not fed.is_known

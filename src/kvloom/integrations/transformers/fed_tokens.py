@@ -4,20 +4,22 @@ Shapes: B rows, C columns: those of found tokens and padding, then all that were
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from kvloom.errors import ArgumentError
 
+_MOST: Final = 256
+"""Number of parts that are merged."""
+
 
 class FedTokens:
     """The tokens of each row.
 
     Args:
-        rows: Tokens of each row, of which the first were found.
-        begins: Column of the first token of each row.
+        asked: Tokens that were asked for, ``[B, C]``, padding included; they are copied.
         end: Number of columns that were found.
 
     Attributes:
@@ -27,11 +29,11 @@ class FedTokens:
         is_chosen: Whether rows were chosen among others, as by beam search, whose results have another order.
     """
 
-    def __init__(self, rows: Sequence[Sequence[int]], begins: Sequence[int], end: int) -> None:
-        columns = [[0] * begin + [*row] for row, begin in zip(rows, begins, strict=True)]
-        self._asked = torch.tensor(columns, dtype=torch.int64)  # found or not
+    def __init__(self, asked: Tensor, end: int) -> None:
+        self._asked = asked.detach().to("cpu", torch.int64, copy=True)
         self._parts = [self._asked[:, :end]]
-        self.num_rows, self.num_columns = len(columns), end
+        self._num_merged = 1  # parts that stay as they are
+        self.num_rows, self.num_columns = len(asked), end
         self.is_known, self.is_chosen = True, False
 
     def __copy__(self) -> "FedTokens":
@@ -47,6 +49,9 @@ class FedTokens:
             return
         if isinstance(input_ids, Tensor) and input_ids.shape == (self.num_rows, num_new):
             self._parts.append(input_ids.detach().clone())
+            if len(self._parts) == self._num_merged + _MOST:
+                self._parts[self._num_merged :] = [torch.cat(self._parts[self._num_merged :], 1)]
+                self._num_merged += 1
         else:
             self._parts.append(torch.zeros(self.num_rows, num_new, dtype=torch.int64))
             self.is_known = False
@@ -55,16 +60,17 @@ class FedTokens:
     def select(self, rows: Sequence[int]) -> None:
         """Replace row i by row ``rows[i]``."""
         where = torch.tensor(rows, dtype=torch.int64)
-        self._parts, self._asked = [self._whole()[where]], self._asked[where]
+        self._parts, self._asked, self._num_merged = [self._whole()[where]], self._asked[where], 1
         self.num_rows, self.is_chosen = len(rows), True
 
     def truncate(self, num_columns: int) -> None:
         """Forget all columns after the first ``num_columns``."""
         if num_columns < self.num_columns:
-            self._parts, self.num_columns = [self._whole()[:, :num_columns]], num_columns
+            self._parts, self._num_merged = [self._whole()[:, :num_columns]], 1
+            self.num_columns = num_columns
 
     def _whole(self) -> Tensor:
-        return torch.cat([x.cpu().long() for x in self._parts], 1)
+        return torch.cat([x.to("cpu", torch.int64) for x in self._parts], 1)
 
     def rows(self, begins: Sequence[int]) -> list[list[int]]:
         """Tokens of each row, without padding."""
@@ -72,17 +78,23 @@ class FedTokens:
 
     def are_as_asked(self, begins: Sequence[int]) -> bool:
         """Whether the model was given the tokens that were asked for, and not others that stand for them."""
-        given = self._whole()[:, : self._asked.shape[1]]
-        asked = self._asked[:, : given.shape[1]]
-        is_text = torch.arange(asked.shape[1]) >= torch.tensor(begins)[:, None]
-        return bool(((given == asked) | ~is_text).all())
+        return self._first_other(self._asked, begins) is None
 
-    def expect(self, rows: Sequence[Sequence[int]], begins: Sequence[int]) -> None:
-        """Raise ArgumentError unless the tokens of each row begin with those of ``rows``."""
-        for i, (given, own) in enumerate(zip(rows, self.rows(begins), strict=True)):
-            for at, (token, known) in enumerate(zip(given, own, strict=False)):
-                if token != known:
-                    raise ArgumentError(
-                        f"input_ids must be the tokens of the cache, row by row, got {token} as token {at} "
-                        f"of row {i}, where {known} was found or computed"
-                    )
+    def expect(self, input_ids: Tensor, begins: Sequence[int], num_columns: int) -> None:
+        """Raise ArgumentError unless the first columns of ``input_ids`` ``[B, T]`` are the cache's."""
+        given = input_ids[:, :num_columns].to("cpu", torch.int64)
+        if (place := self._first_other(given, begins)) is not None:
+            row, column = place
+            raise ArgumentError(
+                f"input_ids must be the tokens of the cache, row by row, got {int(given[row, column])} as "
+                f"token {column - begins[row]} of row {row}, where {int(self._whole()[row, column])} was "
+                f"found or computed"
+            )
+
+    def _first_other(self, given: Tensor, begins: Sequence[int]) -> tuple[int, int] | None:
+        """Row and column of the first token that differs; padding does not count."""
+        own = self._whole()
+        num_columns = min(own.shape[1], given.shape[1])
+        is_text = torch.arange(num_columns) >= torch.tensor(begins, dtype=torch.int64)[:, None]
+        others = ((own[:, :num_columns] != given[:, :num_columns]) & is_text).nonzero()
+        return (int(others[0, 0]), int(others[0, 1])) if len(others) else None

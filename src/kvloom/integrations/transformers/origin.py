@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from kvloom.caches.groups import with_residuals
@@ -69,7 +70,7 @@ class Origin:
         counted: frozenset[int] = frozenset(),
     ) -> None:
         self._counted = counted
-        self.fed = FedTokens([[]] * len(contents), [0] * len(contents), 0)
+        self.fed = FedTokens(torch.empty(len(contents), 0), 0)
         self._watch, self._rope, self._has_placeholders = watch, rope, has_placeholders
         self.salt, self.contents = salt, list(contents)
         self.state, self.frequencies = state, ""

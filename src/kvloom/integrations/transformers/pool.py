@@ -246,7 +246,7 @@ class KVPool(Recorder):
         if self._states is not None and any(begins):
             origin.refusal = PADDED
         if origin.refusal:
-            begin_with_none(cache, rows, begins, origin, prefixes, model.states)
+            begin_with_none(cache, input_ids, rows, begins, origin, prefixes, model.states)
             return cache
         self._follow_state(origin.state)
         recalled = self._memory.recall(rows, origin, begins)
@@ -254,7 +254,7 @@ class KVPool(Recorder):
         def is_hidden(row: int, end: int) -> bool:
             return is_within(model.placeholders, rows[row], end) or recalled[row].hides(end)
 
-        end = begin(cache, rows, begins, origin, prefixes, self._states, is_hidden, model.states)
+        end = begin(cache, input_ids, rows, begins, origin, prefixes, self._states, is_hidden, model.states)
         self._memory.restore(cache.remembered, recalled, [end - x for x in begins])
         found = num_new(begins, 0, end)
         origin.num_found = end if any(found) else 0

@@ -66,6 +66,7 @@ class PoolModel:
         self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
         self.memory = memory_of(model)
         self._gives_positions = gives_positions(model)
+        self._expected = ""  # last state in which it was found to have prefixes
         self._identities: dict[str, Identity] = {}
 
     @property
@@ -95,10 +96,13 @@ class PoolModel:
             ArgumentError: as ``KVPool.begin``.
             UnsupportedError: the model's configuration was changed, and it now attends to later tokens.
         """
-        expect_prefixes(self.watch.model)
         expect_salt(salt)
+        state = self.watch.state()
+        if state != self._expected:  # its configuration, or accelerate's hooks, may be others
+            expect_prefixes(self.watch.model)
+            self._expected = state
         contents = expect_content(self.placeholders, rows, content)
-        has_pictures, state = bool(self.placeholders), self.watch.state()
+        has_pictures = bool(self.placeholders)
         origin = Origin(self.watch, self._rope, has_pictures, salt, contents, state, self.counted)
         origin.gives_positions = self._gives_positions
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))

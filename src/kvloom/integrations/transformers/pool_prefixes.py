@@ -35,6 +35,7 @@ def num_shared(prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[i
 
 def begin(
     cache: PoolCache,
+    input_ids: Tensor,
     rows: Sequence[Sequence[int]],
     begins: Sequence[int],
     origin: Origin,
@@ -47,6 +48,7 @@ def begin(
 
     Args:
         cache: The cache.
+        input_ids: As of ``KVPool.begin``.
         rows: Tokens of each row, the last of which is always computed.
         begins: Column of the first token of each row.
         origin: Origin of the tokens.
@@ -67,12 +69,13 @@ def begin(
         cache.begin_behind(tables, begins, end, blank)
         if states is not None:
             states.begin(cache, kept, end, origin.num_shared)
-        origin.fed = FedTokens(rows, begins, end)
+        origin.fed = FedTokens(input_ids, end)
     return end
 
 
 def begin_with_none(
     cache: PoolCache,
+    input_ids: Tensor,
     rows: Sequence[Sequence[int]],
     begins: Sequence[int],
     origin: Origin,
@@ -82,7 +85,7 @@ def begin_with_none(
     """Begin a cache without any prefix; arguments are those of ``begin``."""
     groups, end = prefixes.groups[: len(with_residuals(cache.sequences))], min(begins)
     cache.begin_behind([[group.new_table().table for group in groups] for _ in rows], begins, end, blank)
-    origin.fed = FedTokens(rows, begins, end)
+    origin.fed = FedTokens(input_ids, end)
 
 
 def with_hidden(
@@ -111,12 +114,10 @@ def rows_of(cache: PoolCache, origin: Origin, input_ids: Tensor) -> list[list[in
         raise ArgumentError(
             f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
         )
-    rows = [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
     if origin.fed.is_known:  # with content, tokens may be known by other numbers than the model's
         num_same = origin.num_found if has_content and not origin.fed.is_chosen else num_tokens
-        begins = zip(rows, cache.begins, strict=True)
-        origin.fed.expect([row[: max(num_same - begin, 0)] for row, begin in begins], cache.begins)
-    return rows
+        origin.fed.expect(input_ids, cache.begins, num_same)
+    return [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
 
 
 def commit_rows(
