@@ -95,15 +95,14 @@ def asked(
     return out, found
 
 
-@pytest.mark.parametrize("has_sizes", [True, False])
 @pytest.mark.parametrize("name", list(SEEING))
-def test_a_turn_after_another_chat_has_its_own_positions(name: str, has_sizes: bool) -> None:
+def test_a_turn_after_another_chat_has_its_own_positions(name: str) -> None:
     model = seeing(name)
     pool = KVPool.for_model(model, page_size=4, max_tokens=1024, **interval(name))
     (first, picture), (other, other_picture) = chat(8, 4, [20, 21, 22, 23]), chat(4, 16, [30, 31], 1)
     asked(model, pool, first, picture)
     asked(model, pool, other, other_picture)
-    for turn in ([60, 61], [62, 63, 64, 65, 66]):
+    for turn, has_sizes in (([60, 61], False), ([62, 63, 64, 65, 66], True)):
         ids = torch.cat((first, torch.tensor([turn])), 1)
         expected = alone(model, ids, picture)
         alone(model, other, other_picture)
