@@ -21,6 +21,7 @@ from kvloom.integrations.transformers import KVCache, KVPool, content_of, enable
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
 from kvloom.integrations.transformers.module_reader import _UNWATCHED
 from kvloom.integrations.transformers.remembered import memory_of, remembered_names
+from kvloom.paging import Miss
 from kvloom.store import KVStore
 
 IMAGE = 98
@@ -216,7 +217,9 @@ def test_pictures_that_no_configuration_names_are_computed_again() -> None:
     memory.pictures = frozenset()
     pool = KVPool.for_model(model, page_size=4, max_tokens=512)
     ids, picture = chat(8, 4, [20, 21, 22, 23])
+    pool.record()
     assert [asked(model, pool, ids, picture)[1] for _ in range(2)] == [0, 0]
+    assert pool.why(ids, content=content_of(picture)) == [Miss("no states", 0, 4)]
     text = torch.tensor([[*range(10, 30)]])
     assert [asked(model, pool, text, {})[1] for _ in range(2)] == [0, 16]
 

@@ -250,11 +250,8 @@ class KVPool(Recorder):
             return cache
         self._follow_state(origin.state)
         recalled = self._memory.recall(rows, origin, begins)
-
-        def is_hidden(row: int, end: int) -> bool:
-            return is_within(model.placeholders, rows[row], end) or recalled[row].hides(end)
-
-        end = begin(cache, input_ids, rows, begins, origin, prefixes, self._states, is_hidden, model.states)
+        own = cache, input_ids, rows, begins, origin, prefixes, self._states, model.states
+        end = begin(*own, lambda i, n: is_within(model.placeholders, rows[i], n) or recalled[i].hides(n))
         self._memory.restore(cache.remembered, recalled, [end - x for x in begins])
         found = num_new(begins, 0, end)
         origin.num_found = end if any(found) else 0
@@ -340,9 +337,10 @@ class KVPool(Recorder):
         origin = self._bound().origin(input_ids.tolist(), salt, content)
         self._follow_state(origin.state)
         tokens, [scope] = input_ids[0, :-1].tolist(), origin.scopes()
-        misses, main = self._why(tokens, scope), self._prefixes.main
-        misses = with_hidden(misses, self._prefixes, self._states, tokens, scope)
-        below: Any = main.below
+        [recalled] = self._memory.recall(input_ids.tolist(), origin, [0])
+        misses = self._why(tokens, scope)
+        misses = with_hidden(misses, self._prefixes, self._states, tokens, scope, recalled.hides)
+        below: Any = self._prefixes.main.below
         if below is None or not misses:
             return misses
         return list(below.misses(misses, tokens, *origin.stored_scopes()))

@@ -41,8 +41,8 @@ def begin(
     origin: Origin,
     prefixes: Prefixes,
     states: PoolStates | None,
-    is_hidden: Callable[[int, int], bool],
     blank: Tensor,
+    is_hidden: Callable[[int, int], bool],
 ) -> int:
     """Give an empty cache the longest prefix that is known of every row.
 
@@ -54,8 +54,8 @@ def begin(
         origin: Origin of the tokens.
         prefixes: Prefixes of the pool.
         states: Pages of recurrent states.
-        is_hidden: Argument ``is_within`` of ``Prefixes.begin``.
         blank: Empty tensor with the dtype and device of keys.
+        is_hidden: Argument ``is_within`` of ``Prefixes.begin``.
 
     Returns:
         Number of columns of the prefix, padding included.
@@ -89,12 +89,24 @@ def begin_with_none(
 
 
 def with_hidden(
-    misses: Sequence[Miss], prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[int], scope: str
+    misses: Sequence[Miss],
+    prefixes: Prefixes,
+    states: PoolStates | None,
+    tokens: Sequence[int],
+    scope: str,
+    is_hidden: Callable[[int], bool],
 ) -> list[Miss]:
-    """Causes of misses, with those of pages that are known, but not with all that the next token reads."""
+    """Causes of misses, with those of pages that are known, but not with all that the next token reads.
+
+    ``is_hidden`` says of a number of tokens whether it is unknown what the model remembers after them.
+    """
     first, end = prefixes.num_known(tokens, scope), prefixes.main.tree.num_known(tokens, scope)
     cause = "window passed" if states is None else "no states"
-    return [*([Miss(cause, first, end - first)] if first < end else []), *misses]
+    found = [Miss(cause, first, end - first)] if first < end else []
+    end = first
+    while first and is_hidden(first * prefixes.page_size):
+        first -= 1
+    return [*([Miss("no states", first, end - first)] if first < end else []), *found, *misses]
 
 
 def rows_of(cache: PoolCache, origin: Origin, input_ids: Tensor) -> list[list[int]]:
