@@ -282,14 +282,13 @@ def test_a_store_tells_settings_apart(tmp_path: Path, caplog: pytest.LogCaptureF
     ]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "when"),
     [
-        "all in tf32",
-        "products of oneDNN in bfloat16",
-        "precision of CUDA's products",
-        "products in high precision",
+        ("all in tf32", "after"),
+        ("products of oneDNN in bfloat16", "before"),
+        ("precision of CUDA's products", "after"),
+        ("products in high precision", "before"),
     ],
 )
 def test_every_door_takes_precisions_of_either_api(setting: str, when: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from integrations.batching.test_self_check import kosmos
 from integrations.test_page_identity import TEXT, pool_of
-from integrations.test_pool import ask, text
+from integrations.test_pool import ask, generate, text
 from oracles.changes import ScaledLlama, peft_model
 from oracles.language_models import make_model
 from oracles.stateful_models import stateful_model
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers import KVPool, content_of
+from kvloom.integrations.transformers import KVCache, KVPool, content_of, continuous_batching
 
 BESIDE: dict[str, Any] = {
     "is_causal": lambda model: {"is_causal": False},
@@ -301,3 +301,35 @@ def test_positions_that_generate_leaves_out_are_refused() -> None:
         cache = pool.begin(ids)
         assert cache.get_seq_length() == found
         pool.commit(cache, model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=1))
+
+
+@pytest.mark.parametrize("make", [phi3, dynamic])
+def test_why_a_text_that_grew_longer_is_not_shared_is_said(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    pool, grown = pool_of(model), text(60)
+    limit = 32 if make is phi3 else 31
+    cache = pool.begin(grown[:, :30])
+    with torch.no_grad():
+        model(grown[:, :30], past_key_values=cache)
+        model(grown[:, 30:], past_key_values=cache)
+    pool.commit(cache, grown)
+    assert pool.begin(grown).get_seq_length() == 0
+    assert f"more than {limit} tokens" in caplog.text
+    assert "RoPE frequencies" in caplog.text
+
+
+def test_a_model_whose_weights_are_loaded_for_each_forward_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate comes with peft")
+    model = make_model()
+    pool = pool_of(model)
+    ask(pool, model, TEXT)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    for door in (lambda: pool.begin(TEXT), lambda: pool_of(model), lambda: continuous_batching(model)):
+        with pytest.raises(
+            UnsupportedError, match=r"^model must keep its weights between forwards, .*cpu_off"
+        ):
+            door()
+    for kv in ("auto", "int8"):
+        assert generate(model, TEXT, KVCache.for_model(model, kv), 4).shape[1] == 26

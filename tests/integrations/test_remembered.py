@@ -17,10 +17,11 @@ from integrations.test_vision_models import FAMILIES, prompts, vision_model
 from torch import Tensor, nn
 
 from kvloom.errors import ArgumentError, StateError
-from kvloom.integrations.transformers import KVCache, KVPool, content_of
-from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT, as_argument
+from kvloom.integrations.transformers import KVCache, KVPool, content_of, enable
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
 from kvloom.integrations.transformers.module_reader import _UNWATCHED
-from kvloom.integrations.transformers.remembered import remembered_names
+from kvloom.integrations.transformers.remembered import memory_of, remembered_names
+from kvloom.paging import Miss
 from kvloom.store import KVStore
 
 IMAGE = 98
@@ -95,15 +96,14 @@ def asked(
     return out, found
 
 
-@pytest.mark.parametrize("has_sizes", [True, False])
 @pytest.mark.parametrize("name", list(SEEING))
-def test_a_turn_after_another_chat_has_its_own_positions(name: str, has_sizes: bool) -> None:
+def test_a_turn_after_another_chat_has_its_own_positions(name: str) -> None:
     model = seeing(name)
     pool = KVPool.for_model(model, page_size=4, max_tokens=1024, **interval(name))
     (first, picture), (other, other_picture) = chat(8, 4, [20, 21, 22, 23]), chat(4, 16, [30, 31], 1)
     asked(model, pool, first, picture)
     asked(model, pool, other, other_picture)
-    for turn in ([60, 61], [62, 63, 64, 65, 66]):
+    for turn, has_sizes in (([60, 61], False), ([62, 63, 64, 65, 66], True)):
         ids = torch.cat((first, torch.tensor([turn])), 1)
         expected = alone(model, ids, picture)
         alone(model, other, other_picture)
@@ -210,6 +210,20 @@ def test_what_a_pool_does_not_know_is_computed_again(tmp_path: Path) -> None:
     assert torch.equal(out, expected)
 
 
+def test_pictures_that_no_configuration_names_are_computed_again() -> None:
+    model = seeing("Qwen2VL")
+    memory = memory_of(model)
+    assert memory is not None
+    memory.pictures = frozenset()
+    pool = KVPool.for_model(model, page_size=4, max_tokens=512)
+    ids, picture = chat(8, 4, [20, 21, 22, 23])
+    pool.record()
+    assert [asked(model, pool, ids, picture)[1] for _ in range(2)] == [0, 0]
+    assert pool.why(ids, content=content_of(picture)) == [Miss("no states", 0, 4)]
+    text = torch.tensor([[*range(10, 30)]])
+    assert [asked(model, pool, text, {})[1] for _ in range(2)] == [0, 16]
+
+
 def test_pictures_behind_others_need_positions() -> None:
     model = seeing("Qwen2VL")
     pool = KVPool.for_model(model, page_size=4, max_tokens=512)
@@ -254,6 +268,46 @@ def test_a_loaded_cache_has_its_own_positions() -> None:
             with pytest.raises(StateError, match=r"^rope_deltas of Qwen2VLModel must be of the text of the"):
                 model.generate(more, **{CACHE_ARGUMENT: own}, **OPTIONS)
         assert torch.equal(model.generate(more, **{CACHE_ARGUMENT: own}, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("name", [x for x in SEEING if x != "Qwen3_5"])
+def test_a_cache_of_an_enabled_model_has_its_own_positions(name: str) -> None:
+    model = seeing(name)
+    ids, picture = chat(8, 4, [20, 21])
+    more = torch.cat((ids, torch.tensor([[30, 31]])), 1)
+    expected = alone(model, more, picture)
+    enable(model)
+    out = model.generate(
+        ids,
+        **beside(model, ids, picture),
+        **(OPTIONS | {"max_new_tokens": 1, "return_dict_in_generate": True}),
+    )
+    cache = given_cache(out)
+    alone(model, *chat(4, 16, [30, 31], 1))
+    assert torch.equal(model.generate(more, **{CACHE_ARGUMENT: cache}, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("num_returned", [1, 3])
+def test_beams_go_on_from_pictures(num_returned: int) -> None:
+    model = seeing("Qwen2VL")
+    pool = KVPool.for_model(model, page_size=4, max_tokens=1024)
+    ids, picture = chat(8, 4, [20, 21, 22, 23, 24, 25])
+    options = OPTIONS | {"num_beams": 3, "num_return_sequences": num_returned}
+    expected = model.generate(ids, **beside(model, ids, picture), **options)
+    for found in (0, 16):
+        alone(model, *chat(4, 16, [30, 31], 1))
+        cache = pool.begin(ids, content="a")
+        assert cache.get_seq_length() == found
+        inputs = {} if found else beside(model, ids, picture)
+        out = model.generate(ids, **{CACHE_ARGUMENT: cache}, **inputs, **options)
+        assert torch.equal(out, expected)
+        pool.commit(cache, out)
+    alone(model, *chat(4, 16, [30, 31], 1))
+    last = torch.cat((out[:1], torch.tensor([[33]])), 1)
+    expected = alone(model, last, picture)
+    cache = pool.begin(last, content="a")
+    assert cache.get_seq_length() == 24
+    assert torch.equal(model.generate(last, **{CACHE_ARGUMENT: cache}, **OPTIONS), expected)
 
 
 def test_beams_and_repeated_rows_keep_positions() -> None:

@@ -203,7 +203,10 @@ def test_insert_refuses_a_page_sealed_under_other_tokens() -> None:
     pool, tree = make()
     sealed = insert(pool, tree, [1, 2])
     free = pool.take(1)
-    with pytest.raises(StateError, match="page 0 of generation 0 is sealed under other tokens"):
+    with pytest.raises(
+        StateError,
+        match=r"^tokens and salt must be those under which page 0 of generation 0 was found or committed",
+    ):
         tree.insert([7, 7, 1, 2], free + sealed)
     assert not pool.is_sealed(free[0])
 
@@ -211,14 +214,17 @@ def test_insert_refuses_a_page_sealed_under_other_tokens() -> None:
 def test_insert_refuses_a_page_of_the_same_chain_in_the_wrong_place() -> None:
     pool, tree = make()
     sealed = insert(pool, tree, [1, 1, 2, 2])
-    with pytest.raises(StateError, match="page 1 of generation 0 is sealed under other tokens"):
+    with pytest.raises(
+        StateError,
+        match=r"^tokens and salt must be those under which page 1 of generation 0 was found or committed",
+    ):
         tree.insert([1, 1, 2, 2], [sealed[1], *pool.take(1)])
     assert [pool.count(ref) for ref in sealed] == [2, 1]
 
 
 def test_insert_refuses_a_page_sealed_under_another_salt() -> None:
     pool, tree = make()
-    with pytest.raises(StateError, match="is sealed under other tokens"):
+    with pytest.raises(StateError, match=r"^tokens and salt must be those under which page"):
         tree.insert([1, 2], insert(pool, tree, [1, 2], "ann"), "bob")
     assert tree.match([1, 2], "bob") == []
 

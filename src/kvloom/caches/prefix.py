@@ -20,7 +20,7 @@ from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import Storage
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, ConfigError, StateError
-from kvloom.paging import PageTable, PrefixTree, check, whole
+from kvloom.paging import PageTable, PrefixTree, check, expect_salt, whole
 
 
 class PrefixSequence:
@@ -192,8 +192,9 @@ class PrefixCache:
         The last token is never taken from the cache, since its output must be computed.
 
         Raises:
-            ArgumentError: ``tokens`` is empty.
+            ArgumentError: ``tokens`` is empty, or ``salt`` no string.
         """
+        expect_salt(salt)
         ids = list(tokens)
         if not ids:
             raise ArgumentError("tokens must hold at least one token, got none")

@@ -381,4 +381,7 @@ class PrefixTree:
 
 
 def _is_of_others(ref: PageRef) -> StateError:
-    return StateError(f"page {ref.id} of generation {ref.generation} is sealed under other tokens")
+    return StateError(
+        f"tokens and salt must be those under which page {ref.id} of generation {ref.generation} was found or "
+        f"committed before, got others"
+    )

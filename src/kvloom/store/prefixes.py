@@ -9,13 +9,15 @@ from copy import copy
 from typing import Final
 
 from kvloom.errors import ArgumentError
+from kvloom.paging import expect_salt
 
 DIGEST_BYTES: Final = 32
 """Bytes of a SHA-256 digest."""
 
 
 def salt_digest(salt: str) -> bytes:
-    """Digest of a salt on disk, 32 bytes."""
+    """Digest of a salt on disk, 32 bytes; raises ArgumentError for a salt that is no string."""
+    expect_salt(salt)
     return hashlib.sha256(b"kvloom salt\0" + salt.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -245,6 +245,8 @@ class _PrepareCache:
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")
         if made is not None and not is_given and is_default:
             model_kwargs[CACHE_ARGUMENT] = cache = self._enabled.cache(model)
+            if isinstance(cache, KVCache):
+                cache.remembered.claim()
             # Removing an assistant's drafts may need tokens that a window no longer keeps.
             if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):
                 cache.activate_past_recording()

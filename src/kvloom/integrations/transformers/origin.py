@@ -4,21 +4,19 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvloom.caches.groups import with_residuals
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.pages import Pages
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.cache import KVCache
-from kvloom.integrations.transformers.cache_argument import given_cache
 from kvloom.integrations.transformers.content import input_beside_tokens, positions_are_default
-from kvloom.integrations.transformers.grid import Grid, joined, piece_of, versions_of, why_uncut
+from kvloom.integrations.transformers.fed_tokens import FedTokens
+from kvloom.integrations.transformers.grid import Grid
 from kvloom.integrations.transformers.padding import expect_mask_of_padding
 from kvloom.integrations.transformers.rope import DynamicRope
 from kvloom.integrations.transformers.scopes import scope_of
@@ -31,7 +29,8 @@ _CHANGED: Final = "the model changed while they were computed"
 _READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
 _UNSEEN: Final = "the model did not compute them, or did so where no pool sees it, as when it is compiled"
 _LOST: Final = "the last picture was removed, by which positions of all tokens of its forward were counted"
-_ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
+_CHOSEN: Final = "rows were chosen among others, and it is not known which tokens were computed in each"
+ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
 
 
 class Origin:
@@ -39,6 +38,7 @@ class Origin:
 
     Attributes:
         salt: Salt with which the cache began.
+        fed: Tokens that were found and computed.
         contents: Digest of the content of placeholder tokens in each row; empty for tokens alone.
         state: State of the model when the tokens were found or computed.
         frequencies: Name of the RoPE frequencies of all its tokens.
@@ -70,6 +70,7 @@ class Origin:
         counted: frozenset[int] = frozenset(),
     ) -> None:
         self._counted = counted
+        self.fed = FedTokens(torch.empty(len(contents), 0), 0)
         self._watch, self._rope, self._has_placeholders = watch, rope, has_placeholders
         self.salt, self.contents = salt, list(contents)
         self.state, self.frequencies = state, ""
@@ -97,6 +98,14 @@ class Origin:
         other = copy.copy(self)
         other.contents = [self.contents[row] for row in rows]
         other.num_shared = [self.num_shared[row] for row in rows]
+        other.fed = copy.copy(self.fed)
+        other.fed.select(rows)
+        return other
+
+    def __copy__(self) -> "Origin":
+        other = Origin.__new__(Origin)
+        vars(other).update(vars(self))
+        other.fed = copy.copy(self.fed)
         return other
 
     def before_forward(
@@ -115,7 +124,7 @@ class Origin:
                 the padding; or the model is another one than the pool's.
             StateError: the model changed after tokens were found.
         """
-        is_outermost, end = self.depth == 0, past + _num_tokens(inputs)
+        is_outermost, end = self.depth == 0, past + num_tokens_in(inputs)
         if not self._watch.has(module):
             raise ArgumentError(
                 f"cache must be of a pool of this {type(module).__name__}, got one of another model's pool"
@@ -170,7 +179,7 @@ class Origin:
     ) -> None:
         if is_outermost:
             kind: Any = type(module)
-            name = input_beside_tokens(inputs, past, begins, self._has_placeholders, _parameters(kind))
+            name = input_beside_tokens(inputs, past, begins, self._has_placeholders, parameters_of(kind))
             is_given = inputs.get("position_ids") is not None
             if name is None and self.gives_positions not in (None, is_given):
                 raise ArgumentError(
@@ -185,6 +194,13 @@ class Origin:
                 f"position_ids must count the tokens of each row after its padding, from 0 in columns "
                 f"{list(begins)}, as generate makes them of the mask, got {inputs.get('position_ids')}"
             )
+        if name == "position_ids" and past and isinstance(inputs.get(name), Tensor):
+            first, last = int(inputs[name].min()), int(inputs[name].max())
+            raise ArgumentError(
+                f"position_ids must count on from the {past} tokens that the cache holds, or be declared as "
+                f"content=content_of(inputs), got {first} to {last}: in prompt lookup and assisted decoding "
+                f"generate feeds the whole text again, so give these an empty KVCache"
+            )
         if name is not None:
             raise ArgumentError(
                 f"{name} must be left out, or change nothing, with a cache that a pool began by tokens "
@@ -195,8 +211,8 @@ class Origin:
     def _note_frequencies(self, is_empty: bool, frequencies: str | None) -> None:
         if is_empty and frequencies is not None:
             self.frequencies = frequencies
-        elif frequencies != self.frequencies:
-            self.refusal = "frequencies of RoPE changed with the length of the text"
+        elif frequencies != self.frequencies and self._rope is not None:
+            self.refusal = self._rope.why_alone
 
 
 class PoolCache(KVCache):
@@ -264,12 +280,15 @@ class PoolCache(KVCache):
     def refuses(self) -> str:
         """Why its pages cannot be shared; empty if they can."""
         if self.is_assigned:
-            return _ASSIGNED
+            return ASSIGNED
         if any(not all(x.is_exact) for x in with_residuals(self.sequences)):
             return _READ_CODES
         if self.origin is not None and self.get_seq_length() > self.origin.num_seen:
             return _UNSEEN
-        return "" if self.origin is None else self.origin.refuses()
+        if self.origin is None:
+            return ""
+        fed = self.origin.fed
+        return self.origin.refuses() or (_CHOSEN if fed.is_chosen and not fed.is_known else "")
 
     @property
     def is_assigned(self) -> bool:
@@ -295,7 +314,9 @@ class PoolCache(KVCache):
         """Crop as ``KVCache`` does, and forget pieces of the grid after the end."""
         super().crop(tokens_to_remove)
         if self.origin is not None:
+            self.origin.fed.is_known &= isinstance(tokens_to_remove, int)  # else columns move apart
             self.origin.num_seen = min(self.origin.num_seen, int(self.get_seq_length()))
+            self.origin.fed.truncate(self.origin.num_seen)
             self.origin.refusal = self.origin.refusal or (_LOST if self.remembered.is_lost else "")
         if self.grid is not None:
             self.grid.versions = None
@@ -312,98 +333,8 @@ class PoolCache(KVCache):
             self.grid.copies, self.grid.versions = copies, None
 
 
-def watch_inputs(model: nn.Module) -> None:
-    """Register hooks by which caches of pools see the inputs of each forward; once for all pools."""
-    for module in model.modules():
-        takes_cache = module is model or isinstance(module, PreTrainedModel)
-        if takes_cache and not any(isinstance(x, _BeforeForward) for x in module._forward_pre_hooks.values()):
-            module.register_forward_pre_hook(_BeforeForward(), with_kwargs=True)
-            module.register_forward_hook(_AfterForward(), with_kwargs=True, always_call=True)
-
-
-class _BeforeForward:
-    """Forward pre-hook that checks the inputs of a pool's cache, and feeds all pieces except the last."""
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        inputs, cache = _inputs_of(module, args, kwargs)
-        if cache is None or cache.origin is None:
-            return None
-        last, origin = None, cache.origin
-        try:
-            if not cache.is_assigned:
-                cache.expect_in_place()
-                past = int(cache.get_seq_length())
-                origin.before_forward(module, inputs, past, cache.begins)
-                if cache.grid is not None and origin.depth == 0:
-                    if cache.grid.versions not in (None, versions_of(cache.layers)):
-                        origin.refusal = _ASSIGNED
-                    last = _feed_pieces(module, inputs, origin, cache.grid, past)
-        finally:
-            origin.depth += 1
-        return None if last is None else ((), last)
-
-
-class _AfterForward:
-    """Forward hook that notes the end of a forward, also by an error, and joins the outputs of its pieces."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        inputs, cache = _inputs_of(module, args, kwargs)
-        if cache is None or cache.origin is None:
-            return None
-        cache.origin.depth -= 1
-        if output is not None and not cache.is_assigned:
-            cache.origin.num_seen = int(cache.get_seq_length())
-        if cache.grid is None or cache.origin.depth:
-            return None
-        outputs, cache.grid.outputs = cache.grid.outputs, []
-        cache.grid.versions = versions_of(cache.layers)
-        if output is None:  # it raised
-            return None
-        end = int(cache.get_seq_length())
-        if cache.grid.is_kept(end - _num_tokens(inputs), end):
-            copy = cache.fork()
-            copy.grid = None
-            cache.grid.keep(end, copy)
-        return joined([*outputs, output], inputs.get("logits_to_keep") or 0) if outputs else None
-
-
-def _feed_pieces(
-    module: nn.Module, inputs: Mapping[str, Any], origin: Origin, grid: Grid, past: int
-) -> dict[str, Any] | None:
-    """Feed all pieces of a forward except the last, whose arguments it returns; ``None`` without cuts."""
-    num_tokens = _num_tokens(inputs)
-    cuts = [end - past for end in grid.cuts(past, past + num_tokens)]
-    if not cuts:
-        return None
-    if name := why_uncut(module, inputs, num_tokens):
-        origin.refusal = (
-            f"they were not fed in pieces of {grid.interval} tokens, into which {name} cannot be cut"
-        )
-        return None
-    outputs = []
-    with grid.feeding(past + num_tokens):
-        for start, end in pairwise((0, *cuts)):
-            outputs.append(module(**piece_of(inputs, start, end, num_tokens)))
-    grid.outputs = outputs
-    return piece_of(inputs, cuts[-1], num_tokens, num_tokens)
-
-
-def _inputs_of(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Mapping[str, Any], PoolCache | None]:
-    """Arguments of a forward by their names, and the cache among them if a pool began it."""
-    if torch.compiler.is_compiling():
-        return kwargs, None
-    kind: Any = type(module)
-    inputs = dict(zip(_parameters(kind), args, strict=False)) | kwargs if args else kwargs
-    cache = given_cache(inputs)
-    return inputs, cache if isinstance(cache, PoolCache) else None
-
-
 @cache
-def _parameters(kind: Any) -> dict[str, Any]:
+def parameters_of(kind: Any) -> dict[str, Any]:
     """Names and defaults of the arguments of ``forward`` of a class of modules.
 
     A ``forward`` that passes ``*args`` on has those of its parent.
@@ -414,7 +345,8 @@ def _parameters(kind: Any) -> dict[str, Any]:
     return {x.name: x.default for x in next(named, found[0])}
 
 
-def _num_tokens(inputs: Mapping[str, Any]) -> int:
+def num_tokens_in(inputs: Mapping[str, Any]) -> int:
+    """Number of new tokens of a forward."""
     given = inputs.get("input_ids")
     given = inputs.get("inputs_embeds") if given is None else given
     return given.shape[1] if isinstance(given, Tensor) else 0

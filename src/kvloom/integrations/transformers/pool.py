@@ -21,10 +21,10 @@ from kvloom.integrations.transformers.pool_memory import PoolMemory
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_pages_alone, expect_prefixes
 from kvloom.integrations.transformers.pool_prefixes import (
     begin,
+    begin_with_none,
     commit,
     prefixes_of,
     rows_of,
-    tables_of_none,
     with_hidden,
 )
 from kvloom.integrations.transformers.pool_states import PADDED, PoolStates, states_for
@@ -82,7 +82,7 @@ class KVPool(Recorder):
         self._smoothing = smoothing or {}
         self._empty = PoolCache(layers)
         self._model: PoolModel | None = PoolModel(model, wish, self._attends_in_place)
-        self._memory = PoolMemory(self._model.counted)
+        self._memory = PoolMemory(self._model.memory)
         self._saved_digest = ""
         self._prefixes = prefixes_of(self._empty, self._states)
         self._head_dims = only_head_dims(text_config_of(model))
@@ -252,15 +252,12 @@ class KVPool(Recorder):
         if self._states is not None and any(begins):
             origin.refusal = PADDED
         if origin.refusal:
-            cache.begin_behind(tables_of_none(prefixes, cache, rows), begins, min(begins), model.states)
+            begin_with_none(cache, input_ids, rows, begins, origin, prefixes, model.states)
             return cache
         self._follow_state(origin.state)
-        recalled = self._memory.recall(rows, origin.scopes(), begins)
-
-        def is_hidden(row: int, end: int) -> bool:
-            return is_within(model.placeholders, rows[row], end) or recalled[row].hides(end)
-
-        end = begin(cache, rows, begins, origin, prefixes, self._states, is_hidden, model.states)
+        recalled = self._memory.recall(rows, origin, begins)
+        own = cache, input_ids, rows, begins, origin, prefixes, self._states, model.states
+        end = begin(*own, lambda i, n: is_within(model.placeholders, rows[i], n) or recalled[i].hides(n))
         self._memory.restore(cache.remembered, recalled, [end - x for x in begins])
         found = num_new(begins, 0, end)
         origin.num_found = end if any(found) else 0
@@ -277,19 +274,19 @@ class KVPool(Recorder):
             cache: A cache made by ``begin``.
             input_ids: ``[B, T]``, the tokens of the cache row by row, with the padding it began with, such as
                 the result of ``generate``. One more token may follow, which was sampled and not computed.
-                After beam search rows are no longer the cache's.
+                After beam search, whose rows have another order, what the cache computed is shared.
             salt: Salt of ``begin``; ``None`` for the one that the cache remembers.
 
         Raises:
-            ArgumentError: the cache is of another pool, began with another salt, has other numbers of rows or
-                tokens, or its rows were cropped by different numbers of tokens.
+            ArgumentError: the cache is of another pool, began with another salt, has other tokens, or its
+                rows were cropped by different numbers of tokens.
             StateError: an update broke off; or pages of a row are known under other tokens, and then this row
                 and the rows after it are not shared.
         """
         origin = cache.origin if isinstance(cache, PoolCache) else None
         if origin is None or not cache.is_of([group.pages for group in self._prefixes.groups]):
             raise ArgumentError("cache must be one that this pool began, got another's")
-        if salt is not None and salt != origin.salt:
+        if salt is not None and (not isinstance(salt, str) or salt != origin.salt):
             raise ArgumentError(
                 f"salt must be that with which the cache began, {origin.salt!r}, got {salt!r}"
             )
@@ -300,10 +297,10 @@ class KVPool(Recorder):
                 self._logged.add(refusal)
                 _LOG.warning("pages of a cache are not shared: %s", refusal)
             return
-        rows = rows_of(cache, input_ids)
+        rows = rows_of(cache, origin, input_ids)
         self._follow_state(origin.state)
         commit(cache, rows, origin, self._prefixes, self._states)
-        self._memory.keep(cache.remembered, rows, origin.scopes(), cache.begins)
+        self._memory.keep(cache.remembered, rows, origin, cache.begins)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all committed pages are in the store, or could not be written.
@@ -346,9 +343,10 @@ class KVPool(Recorder):
         origin = self._bound().origin(input_ids.tolist(), salt, content)
         self._follow_state(origin.state)
         tokens, [scope] = input_ids[0, :-1].tolist(), origin.scopes()
-        misses, main = self._why(tokens, scope), self._prefixes.main
-        misses = with_hidden(misses, self._prefixes, self._states, tokens, scope)
-        below: Any = main.below
+        [recalled] = self._memory.recall(input_ids.tolist(), origin, [0])
+        misses = self._why(tokens, scope)
+        misses = with_hidden(misses, self._prefixes, self._states, tokens, scope, recalled.hides)
+        below: Any = self._prefixes.main.below
         if below is None or not misses:
             return misses
         return list(below.misses(misses, tokens, *origin.stored_scopes()))

@@ -5,12 +5,13 @@ A prefix with pictures is found only behind the last of them, where what the mod
 
 import hashlib
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
-from kvloom.integrations.transformers.remembered import Remembered, Values, is_offset, rows_of
+from kvloom.integrations.transformers.origin import Origin
+from kvloom.integrations.transformers.remembered import Memory, Remembered, Values, is_offset, rows_of
 
 _MOST: Final = 4096
 """Number of last texts with pictures that are known."""
@@ -40,21 +41,19 @@ class PoolMemory:
     """What the model of a pool remembers after the pictures of texts.
 
     Args:
-        placeholders: Tokens for pictures, on which positions of later tokens depend; empty if the model
-            remembers nothing outside of its cache.
+        memory: Memory of the model; ``None`` if it remembers nothing outside of its cache. If the model names
+            no tokens of pictures, any token of a row with content may be one.
     """
 
-    def __init__(self, placeholders: Collection[int]) -> None:
-        self._placeholders = frozenset(placeholders)
+    def __init__(self, memory: Memory | None) -> None:
+        self._pictures = None if memory is None else memory.pictures
         self._known: dict[Key, Values] = {}
 
-    def recall(
-        self, rows: Sequence[Sequence[int]], scopes: Sequence[str], begins: Sequence[int]
-    ) -> list[Recalled]:
+    def recall(self, rows: Sequence[Sequence[int]], origin: Origin, begins: Sequence[int]) -> list[Recalled]:
         """What is known of each row of a batch."""
         found = []
-        for tokens, scope, begin in zip(rows, scopes, begins, strict=True):
-            where = self._where(tokens)
+        for tokens, scope, content, begin in zip(rows, origin.scopes(), origin.contents, begins, strict=True):
+            where = self._where(tokens, content)
             last = where[-1] + 1 if where else 0
             values = self._known.get(self._key(tokens[:last], scope, begin)) if where else ()
             found.append(Recalled(where[0] if where else len(tokens), last, values))
@@ -77,15 +76,16 @@ class PoolMemory:
         self,
         remembered: Remembered,
         rows: Sequence[Sequence[int]],
-        scopes: Sequence[str],
+        origin: Origin,
         begins: Sequence[int],
     ) -> None:
         """Keep what is remembered of the rows of a cache, if it holds for whatever text follows."""
         values = remembered.values
         if remembered.is_lost or not all(x is None or is_offset(x, len(rows)) for x in values):
             return
-        for i, (tokens, scope, begin) in enumerate(zip(rows, scopes, begins, strict=True)):
-            if where := self._where(tokens):
+        said = zip(rows, origin.scopes(), origin.contents, begins, strict=True)
+        for i, (tokens, scope, content, begin) in enumerate(said):
+            if where := self._where(tokens, content):
                 own = tuple(None if x is None else rows_of(x, len(rows))[i : i + 1].clone() for x in values)
                 key = self._key(tokens[: where[-1] + 1], scope, begin)
                 self._known.pop(key, None)
@@ -97,16 +97,18 @@ class PoolMemory:
         """The same with other scopes, unless ``None``; a result of ``None`` omits what is known in one."""
         if rename is None:
             return self
-        other = PoolMemory(self._placeholders)
+        other = PoolMemory(None)
+        other._pictures = self._pictures
         for (scope, digest, begin), values in self._known.items():
             if (name := rename(scope)) is not None:
                 other._known[name, digest, begin] = values
         return other
 
-    def _where(self, tokens: Sequence[int]) -> list[int]:
-        if not self._placeholders:
+    def _where(self, tokens: Sequence[int], content: str) -> list[int]:
+        """Where the pictures of a text are."""
+        if self._pictures is None or not content:
             return []
-        return [i for i, token in enumerate(tokens) if token in self._placeholders]
+        return [i for i, token in enumerate(tokens) if not self._pictures or token in self._pictures]
 
     def _key(self, tokens: Sequence[int], scope: str, begin: int) -> Key:
         return scope, hashlib.sha256(array("q", tokens).tobytes()).digest(), begin

@@ -23,13 +23,15 @@ from kvloom.integrations.transformers.invariance import (
     report_layers,
 )
 from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, kept_by
-from kvloom.integrations.transformers.origin import Origin, watch_inputs
+from kvloom.integrations.transformers.origin import Origin
 from kvloom.integrations.transformers.padding import padding_of
+from kvloom.integrations.transformers.pool_hooks import watch_inputs
 from kvloom.integrations.transformers.positions import gives_positions
 from kvloom.integrations.transformers.remembered import memory_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.text_config import text_config_of, why_cuts_matter
 from kvloom.integrations.transformers.watch import ModelWatch
+from kvloom.paging import expect_salt
 
 if TYPE_CHECKING:
     from kvloom.integrations.transformers.identity import Identity
@@ -68,6 +70,7 @@ class PoolModel:
         self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
         self.memory = memory_of(model)
         self._gives_positions = gives_positions(model)
+        self._expected = ""  # last state in which it was found to have prefixes
         self._identities: dict[str, Identity] = {}
 
     @property
@@ -97,16 +100,19 @@ class PoolModel:
             ArgumentError: as ``KVPool.begin``.
             UnsupportedError: the model's configuration was changed, and it now attends to later tokens.
         """
-        expect_prefixes(self.watch.model)
+        expect_salt(salt)
+        state = self.watch.state()
+        if state != self._expected:  # its configuration, or accelerate's hooks, may be others
+            expect_prefixes(self.watch.model)
+            self._expected = state
         contents = expect_content(self.placeholders, rows, content)
-        has_pictures, state = bool(self.placeholders), self.watch.state()
+        has_pictures = bool(self.placeholders)
         origin = Origin(self.watch, self._rope, has_pictures, salt, contents, state, self.counted)
         origin.gives_positions = self._gives_positions
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
-        if frequencies is None:
-            origin.refusal = "frequencies of RoPE are those of this length of text alone"
-        else:
-            origin.frequencies = frequencies
+        if self._rope is not None and frequencies is None:
+            origin.refusal = self._rope.why_alone
+        origin.frequencies = frequencies or ""
         return origin
 
     def identity(self, format: CacheFormat, states: "PoolStates | None" = None) -> "Identity":
@@ -153,8 +159,17 @@ def _release(model: Any, holder: str) -> None:
 
 
 def expect_prefixes(model: Any) -> None:
-    """Raise UnsupportedError for a model whose keys and values of a prefix depend on more than the prefix."""
+    """Raise UnsupportedError for a model whose keys and values of a prefix depend on more than the prefix.
+
+    Or on weights that cannot be watched.
+    """
     name = type(model).__name__
+    if any(map(_is_offloaded, model.modules())):
+        raise UnsupportedError(
+            f"model must keep its weights between forwards, or nobody knows whether they are the same, got "
+            f"{name}, whose weights accelerate loads for each (cpu_offload, or a device_map with parts on "
+            f"cpu or disk): use a KVCache"
+        )
     if model.config.is_encoder_decoder:
         raise UnsupportedError(
             f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
@@ -173,6 +188,12 @@ def expect_prefixes(model: Any) -> None:
         raise UnsupportedError(
             f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got {name}"
         )
+
+
+def _is_offloaded(module: Any) -> bool:
+    """Whether accelerate loads the weights of a module for each of its forwards."""
+    hook = vars(module).get("_hf_hook")
+    return any(getattr(x, "offload", False) for x in getattr(hook, "hooks", (hook,)))
 
 
 def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:

@@ -9,9 +9,10 @@ from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.prefixes import Prefixes
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.fed_tokens import FedTokens
 from kvloom.integrations.transformers.origin import Origin, PoolCache
 from kvloom.integrations.transformers.pool_states import PoolStates
-from kvloom.paging import Miss, PageTable, uninterrupted, whole
+from kvloom.paging import Miss, uninterrupted, whole
 
 
 def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
@@ -34,25 +35,27 @@ def num_shared(prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[i
 
 def begin(
     cache: PoolCache,
+    input_ids: Tensor,
     rows: Sequence[Sequence[int]],
     begins: Sequence[int],
     origin: Origin,
     prefixes: Prefixes,
     states: PoolStates | None,
-    is_hidden: Callable[[int, int], bool],
     blank: Tensor,
+    is_hidden: Callable[[int, int], bool],
 ) -> int:
     """Give an empty cache the longest prefix that is known of every row.
 
     Args:
         cache: The cache.
+        input_ids: As of ``KVPool.begin``.
         rows: Tokens of each row, the last of which is always computed.
         begins: Column of the first token of each row.
         origin: Origin of the tokens.
         prefixes: Prefixes of the pool.
         states: Pages of recurrent states.
-        is_hidden: Argument ``is_within`` of ``Prefixes.begin``.
         blank: Empty tensor with the dtype and device of keys.
+        is_hidden: Argument ``is_within`` of ``Prefixes.begin``.
 
     Returns:
         Number of columns of the prefix, padding included.
@@ -66,36 +69,66 @@ def begin(
         cache.begin_behind(tables, begins, end, blank)
         if states is not None:
             states.begin(cache, kept, end, origin.num_shared)
+        origin.fed = FedTokens(input_ids, end)
     return end
 
 
-def tables_of_none(prefixes: Prefixes, cache: PoolCache, rows: Sequence[object]) -> list[list[PageTable]]:
-    """Tables without pages, for each row one in each group of layers."""
-    groups = prefixes.groups[: len(with_residuals(cache.sequences))]
-    return [[group.new_table().table for group in groups] for _ in rows]
+def begin_with_none(
+    cache: PoolCache,
+    input_ids: Tensor,
+    rows: Sequence[Sequence[int]],
+    begins: Sequence[int],
+    origin: Origin,
+    prefixes: Prefixes,
+    blank: Tensor,
+) -> None:
+    """Begin a cache without any prefix; arguments are those of ``begin``."""
+    groups, end = prefixes.groups[: len(with_residuals(cache.sequences))], min(begins)
+    cache.begin_behind([[group.new_table().table for group in groups] for _ in rows], begins, end, blank)
+    origin.fed = FedTokens(input_ids, end)
 
 
 def with_hidden(
-    misses: Sequence[Miss], prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[int], scope: str
+    misses: Sequence[Miss],
+    prefixes: Prefixes,
+    states: PoolStates | None,
+    tokens: Sequence[int],
+    scope: str,
+    is_hidden: Callable[[int], bool],
 ) -> list[Miss]:
-    """Causes of misses, with those of pages that are known, but not with all that the next token reads."""
+    """Causes of misses, with those of pages that are known, but not with all that the next token reads.
+
+    ``is_hidden`` says of a number of tokens whether it is unknown what the model remembers after them.
+    """
     first, end = prefixes.num_known(tokens, scope), prefixes.main.tree.num_known(tokens, scope)
     cause = "window passed" if states is None else "no states"
-    return [*([Miss(cause, first, end - first)] if first < end else []), *misses]
+    found = [Miss(cause, first, end - first)] if first < end else []
+    end = first
+    while first and is_hidden(first * prefixes.page_size):
+        first -= 1
+    return [*([Miss("no states", first, end - first)] if first < end else []), *found, *misses]
 
 
-def rows_of(cache: PoolCache, input_ids: Tensor) -> list[list[int]]:
+def rows_of(cache: PoolCache, origin: Origin, input_ids: Tensor) -> list[list[int]]:
     """Tokens of each row of a cache, without padding; ``input_ids`` are those of ``commit``.
+
+    Of rows that were chosen among others they are those that were computed.
 
     Raises:
         ArgumentError: as ``KVPool.commit``.
     """
-    num_tokens = cache.sequences[0].num_positions
+    num_tokens, has_content = cache.sequences[0].num_positions, any(origin.contents)
+    if origin.fed.is_chosen and (not has_content or origin.fed.are_as_asked(cache.begins)):
+        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
+        return origin.fed.rows(cache.begins)
     sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=cache.sequences[0].size)
     if not num_tokens <= sizes["T"] <= num_tokens + 1:
         raise ArgumentError(
             f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
         )
+    if origin.fed.is_known:  # with content, tokens may be known by other numbers than the model's
+        num_same = origin.num_found if has_content and not origin.fed.is_chosen else num_tokens
+        origin.fed.expect(input_ids, cache.begins, num_same)
     return [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
 
 

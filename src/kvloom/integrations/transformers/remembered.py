@@ -31,7 +31,7 @@ _MARK: Final = re.compile("_(start|end)_")
 
 
 def remembered_names(module: nn.Module) -> tuple[str, ...]:
-    """Attributes of a model's module that begin as ``None``, and that its forward both writes and reads.
+    """Attributes of a model's module that begin as ``None``, and that its forward writes.
 
     Only code of transformers' models counts: what others' modules write is a change of the model.
     """
@@ -56,9 +56,9 @@ def _names_of(kind: Any) -> tuple[str, ...]:
         called |= new
         named = (code.co_names for name in new for code in known.get(name, ()))
         new = {name for names in named for name in names if name in known} - called
-    steps = [step for name in called for code in known.get(name, ()) for step in dis.get_instructions(code)]
-    written, read = ({x.argval for x in steps if x.opname == kind} for kind in ("STORE_ATTR", "LOAD_ATTR"))
-    return tuple(sorted(begun & written & read))
+    steps = (step for name in called for code in known.get(name, ()) for step in dis.get_instructions(code))
+    written = {step.argval for step in steps if step.opname == "STORE_ATTR"}
+    return tuple(sorted(begun & written))
 
 
 def _set_to_none(code: CodeType) -> Iterator[str]:
@@ -92,6 +92,11 @@ class Remembered:
     def values(self) -> Values:
         """Values after the last forward; empty if none wrote any."""
         return self.notes[-1][2] if self.notes else ()
+
+    def claim(self) -> None:
+        """Take what the model remembers now, as ``generate`` makes positions before it makes a cache."""
+        if self.memory is not None:
+            self.memory.owner = self
 
     def fork(self) -> "Remembered":
         """The same for another cache of the same text."""

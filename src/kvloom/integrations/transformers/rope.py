@@ -25,6 +25,16 @@ class DynamicRope:
             return ""
         return "long" if self.has_long else None
 
+    @property
+    def why_alone(self) -> str:
+        """Why the pages of a text that grew longer than ``limit`` are not shared."""
+        if not self.has_long:
+            return f"each length of more than {self.limit} tokens has its own RoPE frequencies in this model"
+        return (
+            f"the text grew to more than {self.limit} tokens, which have other RoPE frequencies in this "
+            f"model, so its first and last tokens do not fit together; a prompt of more tokens is shared"
+        )
+
 
 def has_dynamic_rope(module: nn.Module) -> bool:
     """Whether a module computes rotary embeddings whose frequencies depend on positions."""

@@ -42,7 +42,7 @@ from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_
 from kvloom.integrations.transformers.states import Specs, trial_of
 from kvloom.integrations.transformers.text_config import has_latents, only_head_dims, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
-from kvloom.paging import Miss, expect_policy
+from kvloom.paging import Miss, expect_policy, expect_salt
 from kvloom.store.store import KVStore
 from kvloom.tracing.recorder import Recorded, Recorder
 
@@ -218,8 +218,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         if len(input_ids) < least:
             raise ArgumentError(f"input_ids must be at least {least} tokens, got {len(input_ids)}")
         expect_known("input_ids", input_ids, self.model)
-        if not isinstance(cache_salt, str):
-            raise ArgumentError(f"cache_salt must be a string, got {cache_salt!r}")
+        expect_salt(cache_salt, "cache_salt")
         if agent_turn is not None and not isinstance(agent_turn, AgentTurn):
             raise ArgumentError(f"agent_turn must be an AgentTurn, got {agent_turn!r}")
         if cache_salt:
@@ -298,8 +297,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             salt: Its ``cache_salt``.
 
         Raises:
+            ArgumentError: ``salt`` is no string.
             StateError: events are not recorded.
         """
+        expect_salt(salt)
         prefixes = self._cache_to_record().prefixes
         misses = self._why(input_ids[:-1], prefixes.scope(salt))
         below: Any = prefixes.main.below
