@@ -382,6 +382,6 @@ class PrefixTree:
 
 def _is_of_others(ref: PageRef) -> StateError:
     return StateError(
-        f"tokens and salt must be those under which page {ref.id} of generation {ref.generation} was found or "
-        f"committed before, got others"
+        f"tokens and salt must be those under which page {ref.id} of generation {ref.generation} was found "
+        f"or committed before, got others"
     )

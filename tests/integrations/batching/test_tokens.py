@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import STOCK, family
-from oracles.batching import add_between_steps, alone, batched, random_requests, session
+from oracles.batching import add_between_steps, alone, batched, batching_config, random_requests, session
 from oracles.language_models import make_model
 from oracles.pairs import in_turn
+from transformers import GenerationConfig
 
 from kvloom.integrations.transformers import KVCache, continuous_batching
 
@@ -64,6 +65,38 @@ def test_tokens_of_each_kind(kv: str, layout: str) -> None:
         names = running.manager.add_requests(requests)
         running.run()
     assert [running.outputs[name].generated_tokens for name in names] == expected
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"sequence_bias": {(5,): 4.0, (7, 8): 3.0}, "repetition_penalty": 1.3},
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("of_model", [True, False], ids=["published", "asked"])
+def test_what_reads_the_text_is_applied_to_each_request(penalties: dict[str, Any], of_model: bool) -> None:
+    model = make_model()
+    prompts = [[9, 8, 7, 6, 9, 8, 7, 6, 5], [3, 4, 5], [60] * 20]
+    generation = GenerationConfig(
+        max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0, **penalties
+    )
+    plain = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    expected, without = (
+        [model.generate(torch.tensor([x]), given)[0, len(x) :].tolist() for x in prompts]
+        for given in (generation, plain)
+    )
+    assert expected != without
+    if of_model:
+        model.generation_config = generation
+    continuous_batching(model)
+    asked = None if of_model else generation
+    outputs = model.generate_batch(prompts, asked, batching_config(), progress_bar=False)
+    found = {tuple(x.prompt_ids): x.generated_tokens for x in outputs.values()}
+    assert [found[tuple(x)] for x in prompts] == expected
+    assert vars(generation).items() >= penalties.items()
 
 
 def test_keys_and_values_apart() -> None:

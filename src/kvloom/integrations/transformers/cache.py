@@ -402,4 +402,4 @@ def _is_traceable(layer: Any, key_states: Tensor) -> bool:
     "KVCache of static=True that has seen the prompt"
 )
 def _update_between_graphs(cache: KVCache, *args: Any, **kwargs: Any) -> tuple[States, States]:
-    return cache.update(*args, **kwargs)
+    return KVCache.update(cache, *args, **kwargs)

@@ -37,8 +37,8 @@ def load_model(
         progress: Show a bar while weights are loaded.
 
     Raises:
-        ArgumentError: ``path`` is no such folder, as of a model with an encoder, a file of it is damaged or missing, or its weights do not
-            match its configuration.
+        ArgumentError: ``path`` is no such folder, as of a model with an encoder, a file of it is damaged or
+            missing, or its weights do not match its configuration.
     """
     check_model_folder(Path(path))
     only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

@@ -20,6 +20,7 @@ from kvloom.integrations.transformers.batching.cache import BatchCache
 from kvloom.integrations.transformers.batching.config import expect_config, expect_known
 from kvloom.integrations.transformers.batching.groups import STATES_SHARE, plan_pages
 from kvloom.integrations.transformers.batching.held import SALT
+from kvloom.integrations.transformers.batching.penalties import text_apart
 from kvloom.integrations.transformers.batching.recurrent import nbytes_of
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
@@ -136,12 +137,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 raise UnsupportedError(trial.why_wrong)
             self._specs = trial.specs
             watch_mixers(model)
-        super().__init__(
-            model=Attending(model) if self._stateful is not None else model,
-            generation_config=generation,
-            continuous_batching_config=replace(config, max_blocks_per_request=0),
-            workload_hints=workload_hints,
-        )
+        stepped = Attending(model) if self._stateful is not None else model
+        config = replace(config, max_blocks_per_request=0)
+        configs = {"generation_config": generation, "continuous_batching_config": config}
+        with text_apart(self, generation):
+            super().__init__(model=stepped, workload_hints=workload_hints, **configs)
         self.model = model
         self.stepped: Any = model
         """Model that each step calls; may be replaced before a session begins, to see its logits."""

@@ -3,11 +3,22 @@
 Shapes: N tokens of the request so far, V tokens of the vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+
+_OF_TEXT: Final = ("sequence_bias", "repetition_penalty", "no_repeat_ngram_size")
+"""Fields of a generation configuration that make processors which read the text of a request."""
 
 
 class CountPenalties(LogitsProcessor):  # type: ignore[misc]
@@ -47,3 +58,69 @@ class TokenBias(LogitsProcessor):  # type: ignore[misc]
         known = self._tokens < scores.shape[-1]
         tokens, bias = (x[known].to(scores.device) for x in (self._tokens, self._bias))
         return scores.index_add(1, tokens, bias.to(scores.dtype)[None])
+
+
+class OfText(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """A processor that reads the text, called for each request of a step with the text of that request.
+
+    transformers' sessions leave such processors out.
+
+    Args:
+        process: A ``LogitsProcessor``.
+    """
+
+    supported_kwargs: dict[str, type] = {}  # noqa: RUF012  # the base has it so
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self._states: list[Any] = []
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Do nothing, since no tensor is needed."""
+
+    def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
+        """Remember the requests of the next logits."""
+        self._states = [request.state for request in requests_with_new_token]
+        return torch.zeros(len(self._states), dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """The changed ``scores`` ``[requests, V]``."""
+        rows = [
+            self._process(
+                torch.tensor([[*x.initial_tokens, *x.generated_tokens]], device=scores.device), row[None]
+            )
+            for x, row in zip(self._states, scores, strict=False)
+        ]
+        return torch.cat([*rows, scores[len(rows) :]])
+
+
+@contextmanager
+def text_apart(manager: Any, generation: Any) -> Iterator[None]:
+    """Context in which a manager is made, which has processors that read the text afterwards.
+
+    Meanwhile its generation configuration asks for none, since transformers would leave them out.
+
+    Args:
+        manager: A ``ContinuousBatchingManager``.
+        generation: Its generation configuration.
+    """
+    said = {name: getattr(generation, name, None) for name in _OF_TEXT}
+    made: list[Any] = []  # in the order of ``generate``, where they come before temperature
+    if said["sequence_bias"] is not None:
+        made.append(SequenceBiasLogitsProcessor(said["sequence_bias"]))
+    if said["repetition_penalty"] not in (None, 1):
+        made.append(RepetitionPenaltyLogitsProcessor(said["repetition_penalty"]))
+    if said["no_repeat_ngram_size"]:
+        made.append(NoRepeatNGramLogitsProcessor(said["no_repeat_ngram_size"]))
+    try:
+        for name in said:
+            setattr(generation, name, None)
+        yield
+    finally:
+        for name, value in said.items():
+            setattr(generation, name, value)
+    processors = manager.logit_processor
+    processors.logits_processor[:0] = [OfText(process) for process in made]
+    processors.tensors_required += len(made)
+    processors.do_processing |= bool(made)
