@@ -113,17 +113,11 @@ class KVCache(StatefulCache):
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(kept_by(x) for x in layers if not isinstance(x, known))
         if not any(isinstance(x, KVCacheLayer) for x in layers):
-            raise UnsupportedError(
-                f"model must have layers that attend to keys and values, got {type(model).__name__} with "
-                f"{dict(Counter(map(kept_by, layers)))}"
-            )
+            kept = f"{type(model).__name__} with {dict(Counter(map(kept_by, layers)))}"
+            raise UnsupportedError(f"model must have layers that attend to keys and values, got {kept}")
         if others:
-            _LOG.warning(
-                "%d of %d layers keep transformers' own storage: %s",
-                others.total(),
-                len(layers),
-                dict(others),
-            )
+            said = others.total(), len(layers), dict(others)
+            _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
         cache = cls(layers)
         cache.pair_guard = PairGuard(model)
         cache.remembered.memory = memory_of(model)

@@ -81,7 +81,8 @@ class KVPool(Recorder):
         self._wish, self._states = wish, states
         self._smoothing = smoothing or {}
         self._empty = PoolCache(layers)
-        self._model: PoolModel | None = PoolModel(model, wish, self._attends_in_place)
+        self._is_in_place = states is None and self._empty.has_residual
+        self._model: PoolModel | None = PoolModel(model, wish, self._is_in_place)
         self._memory = PoolMemory(self._model.memory)
         self._saved_digest = ""
         self._prefixes = prefixes_of(self._empty, self._states)
@@ -95,11 +96,6 @@ class KVPool(Recorder):
 
             for group, identity in zip(self._prefixes.groups, self._identities(), strict=True):
                 group.below = StoreBelow(store, group.pages, group.tree, *identity)
-
-    @property
-    def _attends_in_place(self) -> bool:
-        """Whether its model must: gathered tokens say nothing by query, but for pieces of a grid."""
-        return self._states is None and self._empty.has_residual
 
     def __enter__(self) -> "KVPool":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
@@ -141,7 +137,7 @@ class KVPool(Recorder):
         """
         if self._model is not None:
             raise StateError("a pool has one model, only one that was loaded must be given it")
-        bound = PoolModel(model, self._wish, self._attends_in_place)
+        bound = PoolModel(model, self._wish, self._is_in_place)
         if bound.digest() != self._saved_digest:
             bound.release()
             raise ArgumentError(
