@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,24 @@ def test_a_loaded_cache_has_its_own_positions() -> None:
             with pytest.raises(StateError, match=r"^rope_deltas of Qwen2VLModel must be of the text of the"):
                 model.generate(more, **{CACHE_ARGUMENT: own}, **OPTIONS)
         assert torch.equal(model.generate(more, **{CACHE_ARGUMENT: own}, **OPTIONS), expected)
+
+
+def test_what_earlier_releases_saved_remembers_nothing() -> None:
+    model = seeing("Qwen2VL")
+    pool = KVPool.for_model(model, page_size=4, max_tokens=512)
+    (ids, picture), text = chat(8, 4, [20, 21, 22, 23]), torch.tensor([[*range(10, 30)]])
+    asked(model, pool, ids, picture)
+    asked(model, pool, text, {})
+    saved = pickle.dumps({x: y for x, y in pool.__getstate__().items() if x != "_memory"})
+    old = KVPool.__new__(KVPool)
+    old.__setstate__(pickle.loads(saved))  # noqa: S301
+    old.bind(model)
+    assert [asked(model, old, *x)[1] for x in ((text, {}), (ids, picture), (ids, picture))] == [16, 0, 16]
+    cache, other = KVCache.for_model(model), KVCache.__new__(KVCache)
+    with torch.no_grad():
+        model(text, **as_argument(model, cache))
+    other.__setstate__({x: y for x, y in vars(cache).items() if x != "remembered"})
+    assert other.fork().get_seq_length() == 20
 
 
 @pytest.mark.parametrize("name", [x for x in SEEING if x != "Qwen3_5"])

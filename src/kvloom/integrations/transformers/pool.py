@@ -144,6 +144,7 @@ class KVPool(Recorder):
                 f"model must be the one whose pages were saved, got another {type(model).__name__}"
             )
         self._model = bound
+        vars(self).setdefault("_memory", PoolMemory(bound.memory))  # of earlier releases
         return self
 
     @classmethod

@@ -43,6 +43,10 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self._length_before = 0  # number of tokens when it began
         self._is_watched = False  # whether the model said when it began
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load what was saved; of earlier releases without what the model remembers."""
+        self.__dict__.update({"remembered": Remembered()} | state)
+
     def follow(self, cache: "StatefulCache") -> None:
         """Take over everything but the layers from a cache of which this is a fork."""
         self._kin, self.pair_guard = cache._kin, cache.pair_guard
