@@ -315,7 +315,7 @@ def test_gather_needs_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [({"page_size": n}, "page_size") for n in (0, -1, True, 1.5, None)]
-    + [({"max_tokens": n}, "max_tokens") for n in (0, -1)],
+    + [({"max_tokens": n}, "max_tokens") for n in (0, -1, True, 16.5, "16")],
     ids=str,
 )
 def test_bad_format_is_refused_by_name(change: dict[str, object], name: str) -> None:

@@ -75,8 +75,9 @@ class CacheFormat:
     def __post_init__(self) -> None:
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
             raise ConfigError(f"page_size must be a positive int, got {self.page_size!r}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+        most = self.max_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ConfigError(f"max_tokens must be a positive int or None, got {most!r}")
         if self.layout not in PAGE_LAYOUTS:
             raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
         if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
