@@ -254,10 +254,9 @@ class PoolCache(KVCache):
         for layer in self._own_layers:
             layer.lazy_initialization(states)
 
-    @property
-    def has_residual(self) -> bool:
-        """Whether layers have a residual window."""
-        return any(x.residual is not None for x in self.sequences)
+    def needs_attention(self, grid: object) -> bool:
+        """Whether the model must attend in place: for residual windows, where no ``grid`` cuts texts."""
+        return grid is None and any(x.residual is not None for x in self.sequences)
 
     def expect_in_place(self) -> None:
         """Raise UnsupportedError if there is a residual window, and attention reads gathered tensors.
@@ -266,7 +265,7 @@ class PoolCache(KVCache):
         on the forwards that its text was cut into, and so on whether a prefix was found. Pieces of a grid
         are the same in both.
         """
-        if self.grid is not None or not self.has_residual:
+        if not self.needs_attention(self.grid):
             return
         for layer in self._own_layers:
             if not layer.is_in_place:

@@ -81,16 +81,14 @@ class KVPool(Recorder):
         self._wish, self._states = wish, states
         self._smoothing = smoothing or {}
         self._empty = PoolCache(layers)
-        self._is_in_place = states is None and self._empty.has_residual
-        self._model: PoolModel | None = PoolModel(model, wish, self._is_in_place)
+        self._model: PoolModel | None = PoolModel(model, wish, self._empty.needs_attention(states))
         self._memory = PoolMemory(self._model.memory)
-        self._saved_digest = ""
+        self._saved_digest = self._stored_state = ""
         self._prefixes = prefixes_of(self._empty, self._states)
         self._head_dims = only_head_dims(text_config_of(model))
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
         self._store = store
-        self._stored_state = ""
         if store is not None:
             from kvloom.store.below import StoreBelow
 
@@ -137,7 +135,7 @@ class KVPool(Recorder):
         """
         if self._model is not None:
             raise StateError("a pool has one model, only one that was loaded must be given it")
-        bound = PoolModel(model, self._wish, self._is_in_place)
+        bound = PoolModel(model, self._wish, self._empty.needs_attention(self._states))
         if bound.digest() != self._saved_digest:
             bound.release()
             raise ArgumentError(
