@@ -25,19 +25,26 @@ def outside_inference_mode() -> AbstractContextManager[object]:
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_touched: bool = True
+) -> Tensor:
     """Allocate zeros; on the CPU in huge pages (2 MiB) where possible, for fewer TLB misses.
 
-    Where the system gives pages of zeros at the first touch, memory is taken then.
+    Args:
+        shape: Shape of the tensor.
+        dtype: Its dtype.
+        device: Its device.
+        is_touched: Whether the system gives all of the memory now; where it can, else when it is written.
     """
     x = torch.empty(shape, dtype=dtype, device=device)
     first, last = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
     if x.device.type == "cpu" and first < last and advise("MADV_DONTNEED", first, last):
         advise("MADV_HUGEPAGE", first, last)  # pages have their size from the first touch on
-        data = x.view(-1).view(torch.uint8)
-        data[: first - x.data_ptr()].zero_()
-        data[last - x.data_ptr() :].zero_()
-        return x
+        if not is_touched:
+            data = x.view(-1).view(torch.uint8)
+            data[: first - x.data_ptr()].zero_()
+            data[last - x.data_ptr() :].zero_()
+            return x
     raw(x).zero_()
     return x
 

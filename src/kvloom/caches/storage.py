@@ -22,7 +22,7 @@ from kvloom.caches.transform import Transform, attend, store_transformed
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, raw
 from kvloom.ops import KeySmoothing
 
 Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -283,14 +283,17 @@ class Storage:
             self.view = self._view(self.tensors)
 
     def _reallocate(self, num_extents: int, stride: int, *, gives_back: bool) -> None:
-        tensors, old = self._allocate(num_extents, stride), _canonical(self.view)
+        tensors, old = self._allocate(num_extents, stride, is_touched=False), _canonical(self.view)
         have, view = self.stride, self._view(tensors)
         for target, source in zip(_canonical(view), old, strict=True):
-            if have and self._is_in_rows:
-                move(source, target[:, : source.shape[1]], gives_back=gives_back)
-            elif have:
-                split = target.unflatten(0, (num_extents, stride))
-                move(source.unflatten(0, (num_extents, have)), split[:, :have], gives_back=gives_back)
+            if self._is_in_rows:
+                count = source.shape[1] if have else 0
+            else:
+                count, target = have, target.unflatten(0, (num_extents, stride))
+                source = source.unflatten(0, (num_extents, have)) if have else source
+            if have:
+                move(source, target[:, :count], gives_back=gives_back)
+            raw(target)[:, count:].zero_()  # which touches it, so that ``nbytes`` is what is taken
         # At once, so that Ctrl-C leaves all of the old or all of the new.
         self.num_extents, self.stride, self.tensors, self.view, self._found = (
             num_extents, stride, tensors, view, None,
@@ -300,22 +303,23 @@ class Storage:
         key, value = self.specs
         return KVView.split(key.axes, *tensors, value_layout=None if value is None else value.axes)
 
-    def _allocate(self, num_extents: int, stride: int) -> Tensors:
+    def _allocate(self, num_extents: int, stride: int, *, is_touched: bool = True) -> Tensors:
         num_slots = num_extents * stride * self.page_size
         block_size = self.page_size * (stride if self._is_in_rows and stride else 1)
         with outside_inference_mode():
-            key, key_scale = _allocate_side(self.specs[0], num_slots, block_size, self.device)
+            sizes = num_slots, block_size, self.device, is_touched
+            key, key_scale = _allocate_side(self.specs[0], *sizes)
             value, value_scale = None, None
             if self.specs[1] is not None:
-                value, value_scale = _allocate_side(self.specs[1], num_slots, block_size, self.device)
+                value, value_scale = _allocate_side(self.specs[1], *sizes)
         return key, value, key_scale, value_scale
 
 
 def _allocate_side(
-    spec: KVSpec, num_slots: int, block_size: int, device: torch.device
+    spec: KVSpec, num_slots: int, block_size: int, device: torch.device, is_touched: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Allocate cache and scale of one side, zeroed, as ``spec.empty``."""
-    cache, *scale = (zeros(*x, device) for x in spec.tensors(num_slots, block_size))
+    cache, *scale = (zeros(*x, device, is_touched=is_touched) for x in spec.tensors(num_slots, block_size))
     return cache, scale[0] if scale else None
 
 

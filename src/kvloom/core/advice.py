@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 
 from torch import Tensor
 
@@ -9,8 +10,11 @@ from kvloom.core.memory import span_of
 
 
 def advise(name: str, first: int, last: int) -> bool:
-    """Advise the system of the use of addresses; returns whether it took the advice."""
-    if not hasattr(mmap, name):
+    """Advise Linux of the use of addresses; returns whether it took the advice.
+
+    After ``MADV_DONTNEED`` private memory is zero there, and on no other system.
+    """
+    if sys.platform != "linux" or not hasattr(mmap, name):
         return False
     size = ctypes.c_size_t(last - first)
     return not ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, ctypes.c_int(getattr(mmap, name)))
