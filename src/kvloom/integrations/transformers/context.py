@@ -62,7 +62,7 @@ def _precision(name: str, default: str, device: str, backend: str, operation: st
 _SETTINGS: Final = (
     _Setting("default dtype", torch.get_default_dtype, torch.float32),
     _Setting("deterministic algorithms", torch.are_deterministic_algorithms_enabled, False),
-    _Setting("einsum", _path_of_einsum, "auto" if torch.backends.opt_einsum.is_available() else None),
+    *([_Setting("einsum", _path_of_einsum, "auto")] if torch.backends.opt_einsum.is_available() else []),
     _Setting("denormals flushed", _flushes_denormals, False, "cpu"),
     _Setting("mha fastpath", torch.backends.mha.get_fastpath_enabled, True),
     _in_c("sdpa flash", "_get_flash_sdp_enabled", True),
