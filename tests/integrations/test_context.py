@@ -191,6 +191,25 @@ def test_a_setting_that_changes_a_bit_is_a_state_of_its_own(name: str) -> None:
     assert Context({"cpu", "cuda"}).text() == ""
 
 
+def test_settings_of_another_device_are_named_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test of the CPU can try those of CUDA; each has a name, and a value that is compared."""
+    cuda, cpu = Context({"cuda"}), Context({"cpu"})
+    names = (
+        "precision of CUDA's products",
+        "halves of CUDA's products",
+        "cuDNN's choice",
+        "attention of CUDA",
+    )
+    for name in names:
+        before = cuda.values()
+        with WITHOUT_EFFECT[name]():
+            assert cuda.values() != before
+            assert cuda.text() != cpu.text() == ""
+        assert cuda.values() == before
+    monkeypatch.setattr(torch._C, "_get_blas_preferred_backend", lambda: "another")
+    assert cuda.text() == "cuda library another"
+
+
 @MODELS
 def test_a_setting_without_effect_finds_what_was_computed(name: str) -> None:
     model = model_of(name)

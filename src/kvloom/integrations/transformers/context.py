@@ -1,7 +1,7 @@
 """Settings of torch that decide what a model computes beside the model itself, such as autocast.
 
-They hold for a process or, as autocast does, for a thread. What changes no bit of keys and values, such
-as gradients, inference mode and autocast's cache, are not among them; neither are numbers of threads.
+They hold for a process or, as autocast does, for a thread. What changes no bit of keys and values, such as
+gradients, inference mode and autocast's cache, is not among them, and neither is the number of threads.
 """
 
 from collections.abc import Callable, Collection
@@ -12,6 +12,8 @@ import torch
 
 _EXACT: Final = "none", "ieee"
 """Precisions of float32 that are its own: not set, and set to that."""
+_BOTH: Final = (True, True)
+"""Reductions in lower precision, and split ones, are allowed; ``True`` in versions that know one of them."""
 _TINY: Final = 5e-324
 _PRODUCTS: Final = {"cpu": "mkldnn", "cuda": "cuda"}
 
@@ -41,6 +43,13 @@ def _path_of_einsum() -> Any:
     return found.strategy if found.enabled else None
 
 
+def _other_library() -> Any:
+    """Library of CUDA's products, if it is not the one that torch chooses."""
+    read = (getattr(torch._C, f"_get_blas_{x}_backend", lambda: None) for x in ("preferred", "default"))
+    preferred, default = (get() for get in read)
+    return None if preferred == default else preferred
+
+
 def _in_c(name: str, setting: str, default: Any, device: str = "", *args: str) -> _Setting:
     """A setting that a function of torch's compiled part returns; a version without it has the default."""
     return _Setting(name, partial(getattr(torch._C, setting, lambda *_: default), *args), default, device)
@@ -53,7 +62,7 @@ def _precision(name: str, default: str, device: str, backend: str, operation: st
 _SETTINGS: Final = (
     _Setting("default dtype", torch.get_default_dtype, torch.float32),
     _Setting("deterministic algorithms", torch.are_deterministic_algorithms_enabled, False),
-    _Setting("einsum", _path_of_einsum, "auto" if torch.backends.opt_einsum.is_available() else None),
+    *([_Setting("einsum", _path_of_einsum, "auto")] if torch.backends.opt_einsum.is_available() else []),
     _Setting("denormals flushed", _flushes_denormals, False, "cpu"),
     _Setting("mha fastpath", torch.backends.mha.get_fastpath_enabled, True),
     _in_c("sdpa flash", "_get_flash_sdp_enabled", True),
@@ -73,12 +82,9 @@ _SETTINGS: Final = (
     _precision("cuda products", "none", "cuda", "cuda", "matmul"),
     _precision("cudnn convolutions", "tf32", "cuda", "cuda", "conv"),
     _in_c("cuda float16 accumulation", "_get_cublas_allow_fp16_accumulation", False, "cuda"),
-    _in_c(
-        "cuda float16 reduction", "_get_cublas_allow_fp16_reduced_precision_reduction", (True, True), "cuda"
-    ),
-    _in_c(
-        "cuda bfloat16 reduction", "_get_cublas_allow_bf16_reduced_precision_reduction", (True, True), "cuda"
-    ),
+    _in_c("cuda float16 reduction", "_get_cublas_allow_fp16_reduced_precision_reduction", _BOTH, "cuda"),
+    _in_c("cuda bfloat16 reduction", "_get_cublas_allow_bf16_reduced_precision_reduction", _BOTH, "cuda"),
+    _Setting("cuda library", _other_library, None, "cuda"),
     _in_c("cudnn", "_get_cudnn_enabled", True, "cuda"),
     _in_c("cudnn deterministic", "_get_cudnn_deterministic", False, "cuda"),
     _in_c("cudnn benchmark", "_get_cudnn_benchmark", False, "cuda"),
@@ -120,7 +126,9 @@ def _autocast(device: str) -> torch.dtype | None:
 
 
 def _are_alike(value: Any, default: Any) -> bool:
-    return value == default or (value in _EXACT and default in _EXACT)
+    if value in _EXACT and default in _EXACT:
+        return True
+    return bool(value == default or (default == _BOTH and value is True))
 
 
 def float32_precision(device: str) -> str:

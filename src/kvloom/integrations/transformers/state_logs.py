@@ -93,14 +93,14 @@ class Call:
         module, device = self.module(), self.inputs.device
         if module is None:
             raise UnsupportedError(f"the model whose {self.inputs.name} changed a recurrent state is gone")
-        if state_of(module, quick=False) != self.state:
-            raise UnsupportedError(
-                f"recurrent states cannot go back: the weights, adapters, hooks or attributes of "
-                f"{self.inputs.name} are others than when it changed them"
-            )
-        args, kwargs = self.inputs.given(cache)
         is_chosen = torch.amp.is_autocast_available(device)
         with torch.autocast(device, self.autocast, self.autocast is not None) if is_chosen else nullcontext():
+            if state_of(module, quick=False) != self.state:
+                raise UnsupportedError(
+                    f"recurrent states cannot go back: the weights, adapters, hooks or attributes of "
+                    f"{self.inputs.name} are others than when it changed them, or torch's settings are"
+                )
+            args, kwargs = self.inputs.given(cache)
             module(*args, **kwargs)
 
 
