@@ -130,7 +130,11 @@ def try_states(model: Any) -> KVCache:
     training = [module for module in model.modules() if module.training]
     model.eval()  # no random dropout
     try:
-        with torch.no_grad():
+        # What is found is kept, and its rounding is that of the weights' dtype, not of the caller's autocast,
+        # without which weights of several dtypes may not compute.
+        dtypes = {x.dtype for x in model.parameters() if x.is_floating_point()}
+        is_needed = len(dtypes) > 1 and torch.is_autocast_enabled(model.device.type)
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=is_needed):
             cache, other, at_once = (KVCache.for_model(model) for _ in range(3))
             whole = _logits(model, tokens, at_once)
             _logits(model, tokens[:, :_FIRST], cache)

@@ -64,7 +64,8 @@ def expect_same_logits(model: PreTrainedModel) -> None:
     if any(x.device.type == "meta" for x in model.parameters()):
         _LOG.info("sessions of %s are not checked: it has no weights", name)
         return
-    with torch.no_grad(), _as_it_was(model):
+    # Sessions compute in a thread of their own, without the caller's autocast.
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False), _as_it_was(model):
         prompts = _prompts(model)
         try:
             texts, found = _in_session(model, prompts)
