@@ -142,6 +142,12 @@ def test_a_model_is_served_with_any_number_of_ends(ends: Any) -> None:
     assert KVCache.for_model(model, kv="int8:g8").num_rows == 0  # which chooses tokens to calibrate with
 
 
+def test_a_model_is_checked_without_the_callers_autocast() -> None:
+    """Sessions compute in a thread of their own, which has none."""
+    with torch.autocast("cpu", torch.bfloat16):
+        continuous_batching(family("Llama"))
+
+
 def test_ids_are_read_from_whatever_names_them() -> None:
     for given in (7, [7], (7,), torch.tensor(7), torch.tensor([7]), {7}):
         assert token_ids_in(given) == [7]

@@ -222,7 +222,7 @@ def _expect_new_tokens(cache: KVCache, generation_config: Any, model_kwargs: dic
     if length is not None and 0 < length <= held:
         raise ArgumentError(
             f"input_ids must have tokens that are not in the cache, got {length} and a cache of {held}: "
-            "crop(-1) leaves the last one to be computed"
+            "give the whole text, after crop(-1) if the cache has all of it"
         )
 
 

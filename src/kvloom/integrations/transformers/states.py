@@ -128,7 +128,11 @@ def try_states(model: Any) -> KVCache:
     """
     name, size = type(model).__name__, model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(1, _FIRST + _SECOND + 1, device=model.device)[None] * 7919 % size
-    with undisturbed(model):
+    # What is found is kept, and its rounding is that of the weights' dtype, not of the caller's autocast,
+    # without which weights of several dtypes may not compute.
+    dtypes = {x.dtype for x in model.parameters() if x.is_floating_point()}
+    is_needed = len(dtypes) > 1 and torch.is_autocast_enabled(model.device.type)
+    with undisturbed(model), torch.autocast(model.device.type, enabled=is_needed):
         cache, other, at_once = (KVCache.for_model(model) for _ in range(3))
         whole = _logits(model, tokens, at_once)
         _logits(model, tokens[:, :_FIRST], cache)

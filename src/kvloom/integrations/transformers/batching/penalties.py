@@ -120,7 +120,8 @@ def text_apart(manager: Any, generation: Any) -> Iterator[None]:
     finally:
         for name, value in said.items():
             setattr(generation, name, value)
-    processors = manager.logit_processor
-    processors.logits_processor[:0] = [OfText(process) for process in made]
-    processors.tensors_required += len(made)
-    processors.do_processing |= bool(made)
+    if made:
+        processors = manager.logit_processor
+        processors.logits_processor[:0] = [OfText(process) for process in made]
+        processors.tensors_required += len(made)
+        processors.do_processing = True

@@ -76,7 +76,8 @@ def expect_same_logits(model: PreTrainedModel) -> None:
     if any(x.device.type == "meta" for x in model.parameters()):
         _LOG.info("sessions of %s are not checked: it has no weights", name)
         return
-    with undisturbed(model), _own_attention(model):
+    # Sessions compute in a thread of their own, without the caller's autocast.
+    with torch.autocast(model.device.type, enabled=False), undisturbed(model), _own_attention(model):
         prompts = _prompts(model)
         try:
             texts, found = _in_session(model, prompts)
