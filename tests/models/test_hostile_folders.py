@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "half a tokenizer": (cut("tokenizer.json", 1000), "--model must be one that loads"),
     "a nested tokenizer": (has("tokenizer.json", NESTED), "RecursionError"),
     "unknown model_type": (says("config.json", model_type="nonsense"), "model type `nonsense`"),
-    "no causal model": (says("config.json", model_type="t5"), "Unrecognized configuration class"),
+    "no causal model": (says("config.json", model_type="t5"), "the encoder and decoder of T5Config"),
     "zero heads": (says("config.json", num_attention_heads=0), "num_attention_heads of 1 to"),
     "negative sizes": (says("config.json", hidden_size=-256), "hidden_size of 1 to"),
     "negative sizes that nobody names": (says("config.json", intermediate_size=-1), "negative dimension"),

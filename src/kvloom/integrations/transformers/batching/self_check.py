@@ -43,7 +43,6 @@ _ONE: Final = GenerationConfig(
     do_sample=False,
     num_beams=1,
     use_cache=False,
-    eos_token_id=-1,
     pad_token_id=0,
     output_logits=True,
     return_dict_in_generate=True,
