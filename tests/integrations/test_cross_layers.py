@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MllamaConfig, MllamaForConditionalGeneration
+from transformers import CompileConfig, MllamaConfig, MllamaForConditionalGeneration
 
 from kvloom import plan
 from kvloom.errors import KVError, UnsupportedError
@@ -84,6 +84,20 @@ def test_another_picture_is_another_answer() -> None:
     model, given = mllama(), inputs()
     other = given | {"pixel_values": given["pixel_values"].flip(0)}
     assert not torch.equal(answer(model, given), answer(model, other))
+
+
+def test_steps_of_a_static_cache_compile() -> None:
+    """The model asks every layer for the size of its keys."""
+    model, given = mllama(), inputs()
+    new = {"max_new_tokens": 3, "min_new_tokens": 3}
+    expected = answer(model, given, **new)
+    compilation = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    compilation._compile_all_devices = True
+    cache = KVCache.for_model(model, static=True, max_tokens=32)
+    torch._dynamo.reset()
+    found = answer(model, given, compile_config=compilation, **new, **{CACHE_ARGUMENT: cache})
+    torch._dynamo.reset()
+    assert torch.equal(found, expected)
 
 
 def test_a_crop_of_the_text_leaves_the_picture() -> None:

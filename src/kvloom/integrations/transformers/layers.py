@@ -172,7 +172,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access.
 
         Writing to them changes the cache. After another change of the cache, writing to them raises. Keys of
-        a static cache are read-only.
+        a static cache are read-only. In a compiled model they are a copy.
 
         Assigning replaces all keys, quantized if the cache is. A layer without a window that is not static
         also accepts another number of tokens; ``values`` must then be assigned as many, and until then every
@@ -215,6 +215,8 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         pair = self.gathered()
         if pair is None:
             return None
+        if torch.compiler.is_compiling():  # which does not trace subclasses of tensors
+            return pair[side].clone()
         if isinstance(self.pages, FixedLayer):
             return ReadOnly.of(pair[side])
         return WrittenBack.read(pair[side], _Reading(self, side, pair[side]))
