@@ -378,6 +378,6 @@ def test_pages_that_were_sealed_under_other_tokens_or_another_salt_are_refused()
     tree.seal(table, [1, 2, 3, 4], "mine")
     append(table, 2)
     for tokens, salt in (([1, 2, 3, 9, 5, 6], "mine"), ([1, 2, 3, 4, 5, 6], "theirs")):
-        with pytest.raises(StateError, match="^tokens and salt must be those under which page 1 of generation 0"):
+        with pytest.raises(StateError, match=r"^tokens and salt must be .* page 1 of generation 0"):
             tree.seal(table, tokens, salt)
     check(pool, tree, [table])
