@@ -137,3 +137,18 @@ def test_a_pool_finds_its_prefixes_again(again: Callable[[Any], Any]) -> None:
     expected = model(text(22)[:, 20:], past_key_values=pool.begin(text(22))).logits
     assert torch.equal(bound(text(22)[:, 20:], past_key_values=found).logits, expected)
     assert len(pickle.dumps(pool)) < 100_000  # the model is not in it
+
+
+def test_a_cache_that_an_earlier_release_saved_is_read() -> None:
+    """It says nothing of what a model remembers, and of a residual window one number for all rows."""
+    model = make_model("kvloom")
+    cache: Any = KVCache.for_model(model, "int4:g8,recent=24")
+    model(text(50, rows=2), past_key_values=cache)
+    fork = cache.fork()
+    for name in ("remembered", "pair_guard"):
+        vars(cache).pop(name)
+    cache.sequences[0].residual._stale = 7
+    loaded = pickle.loads(pickle.dumps(cache))  # noqa: S301 (our own)
+    assert torch.equal(loaded.fork().layers[0].keys, fork.layers[0].keys)
+    more = text(9, 1, 2)
+    assert torch.equal(*[model(more, past_key_values=c).logits for c in (loaded, fork)])

@@ -44,8 +44,8 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self._is_watched = False  # whether the model said when it began
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load what was saved; of earlier releases without what the model remembers."""
-        self.__dict__.update({"remembered": Remembered()} | state)
+        """Load what was saved; caches of earlier releases have no guard, and nothing that a model remembers."""
+        self.__dict__.update({"pair_guard": PairGuard(), "remembered": Remembered()} | state)
 
     def follow(self, cache: "StatefulCache") -> None:
         """Take over everything but the layers from a cache of which this is a fork."""
