@@ -47,7 +47,7 @@ _CACHE: Final = "transformers.cache_utils.Cache"
 POINTS: Final = [
     *_members(_GENERATION, "_prepare_cache_for_generation", f"{_OURS}/enabling.py"),
     *_members(_GENERATION, "_validate_generation_mode", f"{_OURS}/assisted.py"),
-    *_members(_MODEL, "set_attn_implementation", f"{_OURS}/enabling.py"),
+    *_members(_MODEL, "set_attn_implementation", f"{_OURS}/held_attention.py"),
     *_members(_GENERATION, "init_continuous_batching", f"{_OURS}/batching/__init__.py", "5.19"),
     *_members(
         _GENERATION, "destroy_cached_continuous_batching_manager", f"{_OURS}/batching/__init__.py", "5.19"

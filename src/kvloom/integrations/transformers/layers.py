@@ -47,6 +47,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
     keeps = "keys and values"  # for errors, which do not name classes of this library
+    is_found = False  # whether all tokens were found, so that no forward has said in which dtype it computes
 
     def __init__(self, pages: PagedLayer | FixedLayer, config: Any, **kwargs: Any) -> None:
         self.pages = pages
@@ -88,7 +89,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self._expect_thawed()
         if key_states.dtype != value_states.dtype:
             key_states, value_states = as_autocast(key_states, value_states)
-        if key_states.dtype != self._dtype and self._dtype is not None:
+        if key_states.dtype != self._dtype and self._dtype is not None and not self.is_found:
             raise ShapeError(
                 f"key_states must be {self._dtype} as those of the tokens before, got {key_states.dtype}: "
                 f"compute a text in one dtype of torch.autocast, or without it"
@@ -99,8 +100,9 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             keys, values = self.pages.update(key_states, value_states)
             pair = refuse_gradient(keys, key_states), refuse_gradient(values, value_states)
-        if self._dtype is None:
+        if self._dtype is None or self.is_found:
             KVCacheLayer.lazy_initialization(self, key_states)
+            self.is_found = False
         return pair
 
     @property
@@ -162,6 +164,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """A copy of this layer over ``sequences``, a fork of the layer's own sequences."""
         other = type(self)(self.pages.fork(sequences), self._config)
         other.is_used, other.num_assigned = self.is_used, [*self.num_assigned]
+        other.is_found = self.is_found
         if self._dtype is not None:
             other._dtype = other.dtype = self._dtype
             other.device, other.is_initialized = self.device, True

@@ -253,6 +253,7 @@ class PoolCache(KVCache):
                 pages.num_tokens = end
         for layer in self._own_layers:
             layer.lazy_initialization(states)
+            layer.is_found = True
 
     def needs_attention(self, grid: object) -> bool:
         """Whether the model must attend in place: for residual windows, where no ``grid`` cuts texts."""

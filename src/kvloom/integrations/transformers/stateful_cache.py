@@ -44,7 +44,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self._is_watched = False  # whether the model said when it began
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load what was saved; caches of earlier releases have no guard, and nothing that a model remembers."""
+        """Load what was saved; of earlier releases without a guard, and what a model remembers."""
         self.__dict__.update({"pair_guard": PairGuard(), "remembered": Remembered()} | state)
 
     def follow(self, cache: "StatefulCache") -> None:
