@@ -12,6 +12,7 @@ import torch
 import transformers
 from integrations.test_families import SMALL
 from oracles.stateful_models import stateful_model
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvloom import continuous_batching
 from kvloom.errors import StateError
 from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
+from kvloom.integrations.transformers.batching import OLDEST
+from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.context import Context
 from kvloom.integrations.transformers.identity import fingerprint_of
@@ -150,7 +153,8 @@ def model_of(name: str) -> Any:
     return AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).to(dtype).eval()
 
 
-MODELS = pytest.mark.parametrize("name", ["GPT-2", "OPT", "Llama in bfloat16", "Llama", "qwen3_next"])
+STATEFUL = [] if StatefulLayer is type(None) else ["qwen3_next"]  # before 5.4 caches keep no such states
+MODELS = pytest.mark.parametrize("name", ["GPT-2", "OPT", "Llama in bfloat16", "Llama", *STATEFUL])
 
 
 def kept(model: Any) -> list[Tensor]:
@@ -326,6 +330,7 @@ def test_every_door_takes_precisions_of_either_api(setting: str, when: str) -> N
         enable(model, "int8")
         assert torch.equal(model.generate(TEXT, **options), own)
         disable(model)
-        continuous_batching(model)
-        assert len(model.generate_batch(TEXT.tolist(), max_new_tokens=2, progress_bar=False)) == 1
-        continuous_batching(model, None)
+        if Version(transformers.__version__) >= Version(OLDEST):
+            continuous_batching(model)
+            assert len(model.generate_batch(TEXT.tolist(), max_new_tokens=2, progress_bar=False)) == 1
+            continuous_batching(model, None)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from integrations.test_pool import make_pool, text
 from oracles.language_models import make_model
 from torch import Tensor
 
 from kvloom.caches import CacheFormat, PrefixCache
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching
+from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.fed_tokens import FedTokens
 from kvloom.store.prefixes import salt_digest
@@ -132,6 +133,7 @@ def test_tokens_of_crops_and_forks_are_known() -> None:
     expect_right(model, pool, whole)
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 feeds what the cache lacks")
 def test_prompt_lookup_after_found_tokens_says_what_is_wrong() -> None:
     """transformers feeds the whole text again, with positions from 0, also to its own caches."""
     model = make_model()
@@ -148,21 +150,16 @@ def test_a_salt_that_is_no_string_is_refused_by_name(salt: Any) -> None:
     model = make_model()
     pool, ids = make_pool(model), text(12)
     pool.record()
-    manager = continuous_batching(make_model()).init_continuous_batching()
-    manager.record()
     own = PrefixCache(CacheFormat(max_tokens=64), num_layers=1, heads=1, head_dim=8)
     doors: list[Callable[[], Any]] = [
         lambda: pool.begin(ids, salt=salt),
         lambda: pool.why(ids, salt=salt),
-        lambda: manager.why([1, 2, 3], salt=salt),
         lambda: own.begin([1, 2], salt),
         lambda: salt_digest(salt),  # of all calls of a store
     ]
     for ask in doors:
         with pytest.raises(ArgumentError, match=r"^salt must be a string, got "):
             ask()
-    with pytest.raises(ArgumentError, match=r"^cache_salt must be a string, got "):
-        manager.add_request([1, 2, 3], cache_salt=salt)
     cache = pool.begin(ids)
     out = generated(model, ids, cache)
     if salt is not None:

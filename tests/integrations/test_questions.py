@@ -88,7 +88,7 @@ def test_a_step_sees_the_text_before_it_and_nothing_else(
     name: str, options: dict[str, Any], attention: str
 ) -> None:
     model = MODELS[name]()
-    whole = model(text(), use_cache=False).logits
+    whole = model(text(), **{CACHE_ARGUMENT: transformers.DynamicCache(config=model.config)}).logits
     model.set_attn_implementation(attention)
     for start, logits in fed(model, KVCache.for_model(model, **options)):
         expected = whole[:, start : start + logits.shape[1]]

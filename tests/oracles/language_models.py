@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -102,3 +103,17 @@ def short_model(folder: Path, num_positions: int) -> Path:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"max_position_embeddings": num_positions}))
     return copied
+
+
+def kosmos() -> Any:
+    """A random model that counts positions itself."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 99, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4}
+    vision = {"hidden_size": 32, "patch_embed_hidden_size": 32, "d_ff": 48, "d_kv": 8}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Kosmos2_5Config(text_config=text, vision_config=vision)
+    model = transformers.Kosmos2_5ForConditionalGeneration(config).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model

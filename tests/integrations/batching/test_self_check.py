@@ -9,7 +9,7 @@ import torch
 import transformers
 from integrations.test_families import EXPERTS, FAMILIES, SMALL, family
 from oracles.batching import GREEDY, batching_config
-from oracles.language_models import make_model
+from oracles.language_models import kosmos, make_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvloom.errors import UnsupportedError
@@ -61,20 +61,6 @@ def make(name: str) -> Any:
     config, differs = MORE.get(name, (f"{name}Config", {}))
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).eval()
-
-
-def kosmos() -> Any:
-    """A random model that counts positions itself."""
-    torch.manual_seed(0)
-    text = {"vocab_size": 99, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4}
-    vision = {"hidden_size": 32, "patch_embed_hidden_size": 32, "d_ff": 48, "d_kv": 8}
-    vision |= {"num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.Kosmos2_5Config(text_config=text, vision_config=vision)
-    model = transformers.Kosmos2_5ForConditionalGeneration(config).eval()
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.3)
-    return model
 
 
 def count_forwards(model: Any) -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 from oracles.batching import alone, session
 from oracles.language_models import make_model
 
+from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import continuous_batching
 
 PROMPT = [3 + (7 * i) % 90 for i in range(70)]
@@ -156,3 +157,13 @@ def test_the_page_map_says_who_holds_what(model: Any) -> None:
         assert report.free + report.active + report.evictable == report.num_pages == len(mapped.states)
         assert (report.running, report.waiting) == (2, 0)
         running.run()
+
+
+@pytest.mark.parametrize("salt", [1, True, None, b"tenant", ("tenant",)])
+def test_a_salt_that_is_no_string_is_refused_by_name(salt: Any) -> None:
+    manager = continuous_batching(make_model()).init_continuous_batching()
+    manager.record()
+    with pytest.raises(ArgumentError, match=r"^salt must be a string, got "):
+        manager.why([1, 2, 3], salt=salt)
+    with pytest.raises(ArgumentError, match=r"^cache_salt must be a string, got "):
+        manager.add_request([1, 2, 3], cache_salt=salt)
