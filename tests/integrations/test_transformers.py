@@ -118,7 +118,7 @@ def test_bounded_cache_refuses_more_tokens() -> None:
     ("options", "name"),
     [
         ({"page_size": 0}, "page_size"),
-        ({"max_tokens": 3}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], name: str) -> None:

@@ -15,10 +15,17 @@ CACHE_ARGUMENT: Final = "cache" if hasattr(BaseModelOutputWithPast, "cache") els
 
 
 def argument_of(model: Any) -> str | None:
-    """Name of the cache argument of ``model.forward``, old or new; ``None`` if it takes no cache."""
+    """Name of the cache argument of ``model.forward``, old or new; ``None`` if it takes no cache.
+
+    A ``forward`` that passes ``*args`` on has the arguments of its parent.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # within a PeftModel
-    parameters = inspect.signature(base.forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+    own = (vars(kind)["forward"] for kind in type(base).__mro__ if "forward" in vars(kind))
+    for forward in (base.forward, *own):
+        parameters = inspect.signature(forward).parameters
+        if all(x.kind is not x.VAR_POSITIONAL for x in parameters.values()):
+            return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+    return None
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
