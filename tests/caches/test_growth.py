@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from paging.world import append
 from torch import Tensor
 
 from kvloom import QuantSpec
 from kvloom.caches import CacheFormat, memory
 from kvloom.caches.paged import PagedLayer
+from kvloom.caches.pages import _PAGE_BYTES
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import Storage
 from kvloom.core import advice
+from kvloom.paging import PagePool, PageTable
 
 ROWS, HEADS, DIM = 2, 3, 64
 FORMATS = {
@@ -127,3 +131,15 @@ def test_a_refused_advice_costs_memory_and_nothing_else(monkeypatch: pytest.Monk
     grow(layer)
     layer.sequences._changed()
     assert all(torch.equal(now, then) for now, then in zip(read(layer), before, strict=True))
+
+
+def test_a_page_takes_no_more_bytes_than_are_planned() -> None:
+    """About 200, with the reference that a table holds."""
+    num_pages = 10_000
+    tracemalloc.start()
+    pool = PagePool(num_pages)
+    table = PageTable(pool, 16)
+    append(table, 16 * num_pages)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert table.num_pages == num_pages and used < _PAGE_BYTES * num_pages

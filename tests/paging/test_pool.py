@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from paging.world import append
 
-from kvloom.caches.pages import _PAGE_BYTES
 from kvloom.errors import ArgumentError, OutOfPages, StateError
-from kvloom.paging import PagePool, PageRef, PageTable, PrefixTree
+from kvloom.paging import PagePool, PageRef, PrefixTree
 
 
 def chain(pool: PagePool, tree: PrefixTree, *tokens: int) -> list[PageRef]:
@@ -343,18 +340,6 @@ def test_extents_are_fixed_while_there_are_pages() -> None:
     assert pool.num_extents == 1
     with pytest.raises(ArgumentError, match="num_extents must be at least 1, got 0"):
         pool.grow(1, num_extents=0)
-
-
-def test_a_page_takes_no_more_bytes_than_are_planned() -> None:
-    """About 200, with the reference that a table holds."""
-    num_pages = 10_000
-    tracemalloc.start()
-    pool = PagePool(num_pages)
-    table = PageTable(pool, 16)
-    append(table, 16 * num_pages)
-    used, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert table.num_pages == num_pages and used < _PAGE_BYTES * num_pages
 
 
 def test_a_pool_that_an_earlier_release_pickled_is_read() -> None:
