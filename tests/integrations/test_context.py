@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from integrations.test_families import SMALL
+from oracles.changes import put
 from oracles.stateful_models import stateful_model
 from packaging.version import Version
 from torch import Tensor
@@ -35,16 +36,6 @@ TEXT = torch.randint(5, 98, (1, 70), generator=torch.Generator().manual_seed(0))
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{x}") for x in ("TF32 acceleration on top", "Anomaly Detection")
 ]
-
-
-@contextmanager
-def put(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextmanager

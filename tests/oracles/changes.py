@@ -54,7 +54,7 @@ def _attention(model: Any) -> Any:
 
 
 @contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def put(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -66,28 +66,28 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def scaled_attribute(model: Any) -> Iterator[None]:
     """The scaling of one layer's scores."""
-    with _set(_attention(model), "scaling", _attention(model).scaling * 3):
+    with put(_attention(model), "scaling", _attention(model).scaling * 3):
         yield
 
 
 @contextmanager
 def epsilon(model: Any) -> Iterator[None]:
     """The epsilon of a norm."""
-    with _set(model.get_decoder().layers[0].input_layernorm, "variance_epsilon", 1.0):
+    with put(model.get_decoder().layers[0].input_layernorm, "variance_epsilon", 1.0):
         yield
 
 
 @contextmanager
 def activation(model: Any) -> Iterator[None]:
     """Another module in the place of an activation."""
-    with _set(model.get_decoder().layers[0].mlp, "act_fn", torch.nn.Tanh()):
+    with put(model.get_decoder().layers[0].mlp, "act_fn", torch.nn.Tanh()):
         yield
 
 
 @contextmanager
 def rope_scaling(model: Any) -> Iterator[None]:
     """What cosines and sines are multiplied by."""
-    with _set(model.get_decoder().rotary_emb, "attention_scaling", 0.5):
+    with put(model.get_decoder().rotary_emb, "attention_scaling", 0.5):
         yield
 
 
@@ -131,7 +131,7 @@ def forward_of_a_class(model: Any) -> Iterator[None]:
         out, weights = theirs(self, *args, **kwargs)
         return out * 0.5, weights
 
-    with _set(LlamaAttention, "forward", forward):
+    with put(LlamaAttention, "forward", forward):
         yield
 
 
@@ -226,7 +226,7 @@ def attention_in_the_place_of_another(model: Any) -> Iterator[None]:
 @contextmanager
 def function_of_a_library(model: Any) -> Iterator[None]:
     """Another function in the place of one that a library's functions call."""
-    with _set(modeling_llama, "rotate_half", lambda x: x):
+    with put(modeling_llama, "rotate_half", lambda x: x):
         yield
 
 

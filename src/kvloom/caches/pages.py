@@ -239,8 +239,7 @@ class Pages:
 
     def first_slots(self, refs: Iterable[PageRef], storage: Storage) -> list[int]:
         """First slot of each of some pages."""
-        place, size, stride = self.pool.place, storage.page_size, storage.stride
-        return [(extent * stride + index) * size for extent, index in (place(ref.id) for ref in refs)]
+        return self._first_slots((ref.id for ref in refs), storage)
 
     def slot(self, table: PageTable, token: int, storage: Storage) -> int:
         """Slot of one token of a sequence."""
@@ -249,9 +248,7 @@ class Pages:
 
     def slots(self, pages: Iterable[int], storage: Storage) -> Tensor:
         """Every slot of some pages, ``[pages * page_size]`` int64, on the CPU."""
-        places, size, stride = map(self.pool.place, pages), storage.page_size, storage.stride
-        found = [(extent * stride + index) * size for extent, index in places]
-        first = torch.tensor(found, dtype=torch.int64).unsqueeze(1)
+        first = torch.tensor(self._first_slots(pages, storage), dtype=torch.int64).unsqueeze(1)
         return (first + torch.arange(storage.page_size)).flatten()
 
     def run(self, tables: Sequence[PageTable]) -> Run | None:
@@ -298,6 +295,10 @@ class Pages:
             raise
         for table, first in zip(tables, accumulate(map(len, free), initial=0), strict=False):
             table.move(refs[first : first + table.num_pages])
+
+    def _first_slots(self, pages: Iterable[int], storage: Storage) -> list[int]:
+        size, stride = storage.page_size, storage.stride
+        return [(extent * stride + index) * size for extent, index in map(self.pool.place, pages)]
 
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
         """Number of pages that the pool must have."""

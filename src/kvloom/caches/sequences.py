@@ -49,11 +49,9 @@ class Sequences(Placement):
             self.pages.most = self.most_pages
         self.residual: Sequences | None = None
         if self.pages.residual is not None:
-            newest, kept = self.format.residual_window(window), RESIDUAL_ROLLBACK
-            if (
-                self.pages.is_kept
-            ):  # the last full page, by which a prefix is found, ends before the text does
-                kept += self.format.page_size
+            # A prefix is found by its last full page, which ends up to a page before the text does.
+            kept = RESIDUAL_ROLLBACK + (self.format.page_size if self.pages.is_kept else 0)
+            newest = self.format.residual_window(window)
             self.residual = Sequences(self.pages.residual, newest, kept, is_required=False)
         self.requests: list[int] = []  # of new sequences, for events
         self.is_padded = False

@@ -192,7 +192,8 @@ def _weights_of(config: Any, model: Any) -> int:
         UnsupportedError: transformers cannot make or quantize such a model here.
     """
     said = getattr(config, "quantization_config", None)
-    if said is not None or is_seeing(config):
+    sees = is_seeing(config) and AutoModelForImageTextToText._model_mapping[type(config)] is not type(model)
+    if said is not None or sees:
         dtype = next((x.dtype for x in model.parameters()), None)
         try:
             with torch.device("meta"), _without_logs():
