@@ -17,8 +17,9 @@ pytest.importorskip("rich")
 from kvloom.cli import main
 from kvloom.conform.isolation import isolated
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import NoAnswer
 from kvloom.conform.running import run
-from kvloom.conform.targets import NoAnswer, open_target
+from kvloom.conform.targets import open_target
 from kvloom.conform.vectors import PUBLISHED, Vector, read
 from kvloom.errors import ArgumentError
 

@@ -21,8 +21,9 @@ import kvloom.conform
 from kvloom.cli import main
 from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import CallRefused
 from kvloom.conform.running import run
-from kvloom.conform.targets import Refused, open_target
+from kvloom.conform.targets import open_target
 from kvloom.conform.vectors import PUBLISHED, Vector, read
 from kvloom.errors import ArgumentError
 
@@ -164,7 +165,7 @@ def test_outputs_are_there_for_calls_that_must_be_refused(tmp_path: Path) -> Non
     target = open_target(f"{compiled(tmp_path)}:writes_then_refuses")
     refused = [v for v in read(PUBLISHED, "pmx.key_value_cache") if v.expected is None]
     for vector in refused:
-        with pytest.raises(Refused, match="two outputs"):
+        with pytest.raises(CallRefused, match="two outputs"):
             target(OPERATORS[vector.dialect], vector, dict(vector.call))
 
 

@@ -76,7 +76,7 @@ def test_all_are_listed_and_each_answers_by_its_names(server: Served) -> None:
 def test_any_of_a_models_ends_ends_an_answer(server: Served) -> None:
     """Published configurations of Llama 3, Gemma 3 and GLM have a list of ends."""
     session = make_session("auto", {"num_blocks": 64}, SETTINGS, other_model(eos_token_id=[2040, 2041]))
-    assert session.end_tokens == {2040, 2041}
+    assert session.reading.end_tokens == {2040, 2041}
     with running([Model(("noise",), session)], SETTINGS) as port:
         served = Served(session, port, SETTINGS)
         for end in (2040, 2041):

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
@@ -17,12 +17,10 @@ from kvloom.integrations.transformers import KVPool, enable, summary_of
 from kvloom.integrations.transformers.batching.sampling import Choice
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.serving.answers import Answers
 from kvloom.serving.messages import Chat
 from kvloom.serving.picture_answers import PAGE_SIZE, Job, Output, answer, expect_same_logits, twin_of
 from kvloom.serving.vision import PicturePrompt, Vision
-
-if TYPE_CHECKING:
-    from kvloom.serving.answers import Answers
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -84,7 +82,7 @@ class PictureChats:
             prompts.append(self.vision.prompt_of(text, chat.messages, [image]))
         expect_same_logits(self._model, prompts, DynamicCache(config=text_config_of(self._model)))
 
-    def start(self, readers: Mapping[str, "Answers"]) -> None:
+    def start(self, readers: Mapping[str, Answers]) -> None:
         """Start in the event loop of ``readers``, which read answers by their ids."""
         self._readers, self._loop = readers, asyncio.get_running_loop()
 

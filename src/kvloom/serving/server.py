@@ -47,7 +47,7 @@ def application(models: Sequence[Model], settings: Settings) -> Any:
     """
     metrics, agents = Metrics(models), Agents(models)
     for model in models:
-        model.session.on_first_token = metrics.first_token.labels(model.name).observe
+        model.session.reading.on_first_token = metrics.first_token.labels(model.name).observe
 
     def post(path: str, make: Callable[[Session, tuple[str, ...]], Answer]) -> Route:
         return Route(path, answer_of(models, make), methods=["POST"])
