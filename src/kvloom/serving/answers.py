@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass
-class Reading:
+class Answering:
     """What all answers of one session share while they are read.
 
     Attributes:
@@ -88,7 +88,7 @@ class Answers:
 
     def __init__(
         self,
-        reading: Reading,
+        reading: Answering,
         name: str,
         prompts: Sequence[Sequence[int]],
         wanted: Wanted,

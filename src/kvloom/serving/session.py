@@ -17,7 +17,7 @@ from kvloom.integrations.transformers.batching.report import BatchReport
 from kvloom.integrations.transformers.batching.sampling import choose_by_request
 from kvloom.integrations.transformers.text_config import text_config_of, token_ids_in
 from kvloom.serving import Refused
-from kvloom.serving.answers import Answers, Reading
+from kvloom.serving.answers import Answering, Answers
 from kvloom.serving.picture_chats import PictureChats, picture_chats
 from kvloom.serving.prompts import Prompts, expect_room
 from kvloom.serving.settings import PICTURE_TOKENS, Settings
@@ -41,7 +41,7 @@ _TOKEN_BYTES: Final = 64
 """Bytes of a request for each token that a prompt may have, far more than tokens take, even if escaped."""
 
 
-class Session:
+class ServingSession:
     """A running session of continuous batching, whose answers are read in one event loop.
 
     Args:
@@ -98,7 +98,7 @@ class Session:
             settings.session_share, max(len({*settings.api_keys}), 1), settings.session_seconds
         )
         choose_by_request(self.manager)
-        self.reading = Reading(self.manager, tokenizer, frozenset(ends), model.device, settings.max_seconds)
+        self.reading = Answering(self.manager, tokenizer, frozenset(ends), model.device, settings.max_seconds)
         self.num_restarts = 0
         """Number of restarts after a failure."""
         self.failure: str | None = None
@@ -314,7 +314,7 @@ class Place:
         Refused: no place is free, or the session is not alive.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ServingSession) -> None:
         self._session, self._count = session, 0
         session.expect_alive()
         self.widen(1)
@@ -355,7 +355,7 @@ def _expect_device(device: torch.device) -> None:
 class _Router(OutputRouter):  # type: ignore[misc]
     """Router that passes outputs to their readers; each reads the latest one only, which has all tokens."""
 
-    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, session: ServingSession, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._session, self._loop = session, loop
 
