@@ -23,6 +23,8 @@ from kvloom.conform.targets import open_target
 from kvloom.conform.vectors import PUBLISHED, Vector, read
 from kvloom.errors import ArgumentError
 
+pytestmark = pytest.mark.process
+
 FLASH = "vllm.reshape_and_cache_flash"
 LEGAL = [vector for vector in read(PUBLISHED, FLASH) if vector.expected is not None]
 TWO = [vector for vector in LEGAL if len(vector.call["slot_mapping"]) == 2]
