@@ -37,9 +37,7 @@ SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py' '
 TESTS := tests/integrations/vllm
 MATRIX_TESTS ?= tests/integrations tests/measuring
 # What `make test` does with some cases of the products of its parameters; kernels are in test-isa.
-PRODUCTS := tests/integrations/onnx tests/integrations/invariance $(addprefix tests/integrations/test_, \
-    $(addsuffix .py,assisted_states families indexed latents pool pool_rows pool_store rollback rollback_refused \
-    snapshots static_cache unchanged_families windows_and_rows)) tests/conform/test_vectors.py
+PRODUCTS = $(shell grep -rlE --include='test_*.py' --exclude-dir=session 'oracles\.pairs|is_whole' tests/integrations tests/conform)
 # What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
 TORCH_TESTS ?= tests/ops tests/caches
 NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'
@@ -177,12 +175,12 @@ slow: asan-library test-vllm
 	    echo "campaign $$1: $$2"; \
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal --campaign $$1 $$2; \
 	}; \
-	run 1 'tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py $(PRODUCTS)'; \
-	run 12 tests/integrations/batching; \
-	run 40 'tests/integrations/batching/test_programs.py tests/paging'; \
-	run 27 'tests/integrations/test_pool_windows.py tests/integrations/test_recent.py'; \
-	run 86 'tests/integrations/test_pool_states.py tests/integrations/test_state_schedules.py'; \
-	run 800 tests/integrations/test_offered_states.py; \
+	run 1 'tests/caches/test_failed_allocations.py tests/integrations/cache/test_failed_allocations.py $(PRODUCTS)'; \
+	run 12 tests/integrations/session; \
+	run 40 'tests/integrations/session/test_programs.py tests/paging'; \
+	run 27 'tests/integrations/pool/test_pool_windows.py tests/integrations/cache/test_recent.py'; \
+	run 86 'tests/integrations/pool/test_pool_states.py tests/integrations/states/test_state_schedules.py'; \
+	run 800 tests/integrations/states/test_offered_states.py; \
 	run 20 'tests/serving/test_process.py tests/serving/test_clients.py tests/core tests/dialects tests/layouts'; \
 	run 50 'tests/caches tests/store'; \
 	run 100 tests/integrations/vllm/test_mover.py; \

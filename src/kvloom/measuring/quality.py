@@ -21,11 +21,11 @@ from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.build import StatefulLayer, keeps_states_elsewhere
-from kvloom.integrations.transformers.cache_argument import as_argument
-from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.positions import expect_positions
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import StatefulLayer, keeps_states_elsewhere
+from kvloom.integrations.transformers.models.positions import expect_positions
+from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.measuring.compare import STOCK, cache_of
 from kvloom.measuring.head_errors import HeadErrors
 

@@ -28,12 +28,13 @@ from kvloom.core.entries import Entry
 from kvloom.core.specs import entry_of
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
-from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
-from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.cache.build import make_layers
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer, kept_by
 from kvloom.integrations.transformers.invariance import packable_bytes
-from kvloom.integrations.transformers.layers import KVCacheLayer, kept_by
-from kvloom.integrations.transformers.loading import is_seeing
-from kvloom.integrations.transformers.text_config import names_rank
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import DummyLayer, StatefulLayer
+from kvloom.integrations.transformers.models.loading import is_seeing
+from kvloom.integrations.transformers.models.text_config import names_rank
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
 """Kinds of layers: attention to all tokens, to a window, by latents; attention beside a recurrent state, a

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import has_index
-from kvloom.integrations.transformers.identity import fingerprint_of
-from kvloom.integrations.transformers.legacy import expect_pairs
-from kvloom.integrations.transformers.pool import KVPool
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.cache.legacy import expect_pairs
+from kvloom.integrations.transformers.models.layer_specs import has_index
+from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.pool.identity import fingerprint_of
+from kvloom.integrations.transformers.pool.kv_pool import KVPool
 from kvloom.store.backends import connect, store_url
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.store import KVStore
