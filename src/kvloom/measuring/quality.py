@@ -240,7 +240,7 @@ class _Entrant:
         kept = [_nbytes_of(vars(layer)) for layer in layers]
         is_lost = [isinstance(x, StatefulLayer) and not n for x, n in zip(layers, kept, strict=True)]
         has_states_alone = all(getattr(self._cache, "is_linear", [False]))  # some continue these inexactly
-        is_elsewhere = keeps_states_elsewhere(self._model, layers)
+        is_elsewhere = keeps_states_elsewhere(self._model)
         if not any(kept) or any(is_lost) or has_states_alone or is_elsewhere:
             raise UnsupportedError(
                 f"model must keep what it has read in its cache alone, got {type(self._model).__name__}"

@@ -294,11 +294,6 @@ class StaticKVCacheLayer(KVCacheLayer):
 
 # Before transformers 5.4 hybrid models had cache classes of their own.
 TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
-THEIR_HYBRID_LAYERS: Final = {
-    TheirHybridLayer,
-    getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None),
-} - {None}
-"""Classes of transformers' layers that keep tokens and recurrent states, with and without a window."""
 
 _STATES: Final = {
     "number_of_states",

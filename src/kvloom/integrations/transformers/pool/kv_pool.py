@@ -18,9 +18,10 @@ from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.fingerprint.scopes import scope_in
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.models.content import is_within
+from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.text_config import only_head_dims, text_config_of
 from kvloom.integrations.transformers.pool.memory import PoolMemory
-from kvloom.integrations.transformers.pool.model import PoolModel, expect_pages_alone, expect_prefixes
+from kvloom.integrations.transformers.pool.model import PoolModel
 from kvloom.integrations.transformers.pool.origin import PoolCache
 from kvloom.integrations.transformers.pool.prefixes import (
     begin,
@@ -198,11 +199,10 @@ class KVPool(Recorder):
                 or attends to later tokens; or there is a store, and the weights are not in memory.
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
-        expect_prefixes(model)
+        expect_use(model, "pool")
         smoothing = smoothing_for(model, kv)
         format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, is_kept=True, policy=policy)
-        expect_pages_alone(model, layers)
         states = states_for(model, layers, format, state_interval, max_state_bytes)
         if store is not None:
             from kvloom.store.store import open_store
