@@ -1,22 +1,19 @@
-"""A wrong page is never found: not when all hashes are equal, not across salts.
-
-``KVLOOM_WALK_STEPS`` sets how many lookups each test makes.
-"""
+"""A wrong page is never found: not when all hashes are equal, not across salts."""
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 from types import SimpleNamespace
 
 import pytest
+from campaign import times
 from paging.world import World
 
 from kvloom.paging import prefix
 from kvloom.paging.nodes import Node
 
-NUM_LOOKUPS = int(os.environ.get("KVLOOM_WALK_STEPS", "30000"))
+NUM_LOOKUPS = times(30_000)
 SALTS = [f"tenant {i}" for i in range(8)]
 
 
@@ -68,6 +65,7 @@ def look_up(world: World, rng: random.Random, salts: list[str], num_lookups: int
     return num_found
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("page_size", [1, 2])
 def test_equal_hashes_find_no_wrong_page(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def pack(form: str, *tokens: int) -> bytes:
@@ -96,6 +94,7 @@ def test_tokens_of_equal_hash_are_told_apart(one: int, other: int) -> None:
     assert world.tree.match([other]) == []
 
 
+@pytest.mark.campaign
 def test_salts_find_no_page_of_one_another() -> None:
     rng = random.Random(8)
     world = World(200, 2)

@@ -14,7 +14,7 @@ from oracles.serving import Served, served
 
 from kvloom.cli import main
 from kvloom.serving.chart import chart
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 from kvloom.serving.workloads import arriving, chats
 
 SMALL = ("--system", "32", "--words", "8", "--new-tokens", "3")
@@ -38,16 +38,16 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[Session, list[Any]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[ServingSession, list[Any]]:
     """What each session was asked, in the order in which it was."""
-    prompts: dict[Session, list[Any]] = {}
-    ask = Session.ask
+    prompts: dict[ServingSession, list[Any]] = {}
+    ask = ServingSession.ask
 
-    def seen(self: Session, name: str, tokens: Any, *others: Any, **options: Any) -> Any:
+    def seen(self: ServingSession, name: str, tokens: Any, *others: Any, **options: Any) -> Any:
         prompts.setdefault(self, []).append(tokens)
         return ask(self, name, tokens, *others, **options)
 
-    monkeypatch.setattr(Session, "ask", seen)
+    monkeypatch.setattr(ServingSession, "ask", seen)
     return prompts
 
 
@@ -63,7 +63,7 @@ def bench(server: Served, other: Served, capsys: pytest.CaptureFixture[str], *op
 
 
 def test_two_servers_are_asked_the_same_texts(
-    server: Served, other: Served, asked: dict[Session, list[Any]], capsys: pytest.CaptureFixture[str]
+    server: Served, other: Served, asked: dict[ServingSession, list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--requests", "6", "--clients", "1", *SMALL, "--json")
     runs = json.loads(bench(server, other, capsys, *options))["runs"]
@@ -88,7 +88,7 @@ def test_both_are_a_column_of_the_table(
 def test_each_rate_is_a_run_with_texts_and_times_of_its_own(
     server: Served,
     other: Served,
-    asked: dict[Session, list[Any]],
+    asked: dict[ServingSession, list[Any]],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
@@ -110,13 +110,13 @@ def test_each_rate_is_a_run_with_texts_and_times_of_its_own(
 def test_at_a_rate_nobody_waits_for_the_answers_before(
     server: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, running = Session.ask, list[int]()
+    ask, running = ServingSession.ask, list[int]()
 
-    def seen(self: Session, *others: Any, **options: Any) -> Any:
+    def seen(self: ServingSession, *others: Any, **options: Any) -> Any:
         running.append(len(self.readers))
         return ask(self, *others, **options)
 
-    monkeypatch.setattr(Session, "ask", seen)
+    monkeypatch.setattr(ServingSession, "ask", seen)
     options = ("--requests", "6", "--rate", "1000", *SMALL[:-1], "60", "--json")
     assert main(["bench", "serve", "--url", url_of(server), *options]) == 0
     assert json.loads(capsys.readouterr().out)["ended"] == 6

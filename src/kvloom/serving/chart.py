@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvloom.graphics.svg import COLORS, Axis, Picture
+from kvloom.graphics.svg import COLORS, Axis, Svg
 from kvloom.serving.bench_report import server_of
 
 _PANELS: Final = (
@@ -24,7 +24,7 @@ def chart(runs: Sequence[dict[str, Any]]) -> str:
         by_server.setdefault(server_of(run), []).append(run)
     bottom = _TOP + _HEIGHT + 44
     width = _LEFT + len(_PANELS) * (_WIDTH + _APART) - _APART + 20
-    picture = Picture(width, bottom + 20 * len(by_server) + 8, font_family="sans-serif", font_size=12)
+    picture = Svg(width, bottom + 20 * len(by_server) + 8, font_family="sans-serif", font_size=12)
     most = max(run["new_tokens_per_s"] for run in runs)
     for panel, (name, title) in enumerate(_PANELS):
         left = _LEFT + panel * (_WIDTH + _APART)
@@ -48,7 +48,7 @@ def chart(runs: Sequence[dict[str, Any]]) -> str:
     return str(picture)
 
 
-def _draw_grid(picture: Picture, across: Axis, up: Axis, title: str) -> None:
+def _draw_grid(picture: Svg, across: Axis, up: Axis, title: str) -> None:
     picture.text((across.start + across.end) / 2, up.end - 9, title, "middle")
     picture.text((across.start + across.end) / 2, up.start + 34, "new tokens per second", "middle")
     step = _step(across.high)
