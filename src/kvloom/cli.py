@@ -40,6 +40,7 @@ _INSTALLED = {
     "rich": "transformers rich",
     "onnx": "onnx",
     "onnxruntime": "onnxruntime",
+    "kvloom_conform": "kvloom-conform",
     "kvloom_model": "kvloom-model",
     "xxhash": "xxhash",
     "obstore": "obstore",
