@@ -13,11 +13,10 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.kinds import PAGE_SIZE
-from kvloom.caches.layer import Layer, expect_config
+from kvloom.caches.layer import Forks, Layer, expect_config
 from kvloom.caches.memory import outside_inference_mode
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import Storage, Tensors
 from kvloom.caches.tokens import Tokens
 from kvloom.core.specs import QuantSpec
@@ -182,7 +181,7 @@ class QuantizedLayer(Layer):
         self.dtype = self._recent = None
         self._codes.reset()
 
-    def _hold_alone(self, sequences: Sequences | None) -> None:
+    def _hold_alone(self, forks: Forks | None) -> None:
         self._codes = self._codes.fork()
 
     def _expect_codes_only(self) -> None:

@@ -238,7 +238,7 @@ def make_layers(
     if keeps_states_elsewhere(model, theirs):
         kinds = ["recurrent"] * len(theirs)
     across = getattr(config, "cross_attention_layers", None) or ()
-    by_window: dict[int | None, Sequences] = {}
+    by_window: dict[int | None, tuple[Sequences, Sequences | None]] = {}
     layers: list[Any] = []
     for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
         if numbers[index] in across:
@@ -265,8 +265,9 @@ def make_layers(
         else:
             if window not in by_window:
                 pages = Pages(format, is_kept, policy if window is None else "lru")
-                by_window[window] = Sequences(pages, window)
-            paged = PagedLayer(format, by_window[window], index)
+                sequences = Sequences(pages, window)
+                by_window[window] = sequences, sequences.of_residual()
+            paged = PagedLayer(format, by_window[window][0], index, by_window[window][1])
             own = HybridKVCacheLayer if hybrid else IndexedKVCacheLayer if indexed else KVCacheLayer
             # Only some versions of transformers have this argument.
             numbered = hybrid and hasattr(layer, "number_of_states")
