@@ -173,15 +173,15 @@ asan-hostile: asan-library
 
 slow: asan-library test-vllm
 	KVLOOM_PRODUCTS=1 KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
+	    tests/caches/test_failed_allocations.py tests/integrations/cache/test_failed_allocations.py
 	KVLOOM_PRODUCTS=1 KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet \
-	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/batching
+	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/session
 	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=27 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/test_pool_windows.py tests/integrations/test_recent.py
+	    tests/integrations/pool/test_pool_windows.py tests/integrations/cache/test_recent.py
 	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=86 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/test_pool_states.py tests/integrations/test_state_schedules.py
+	    tests/integrations/pool/test_pool_states.py tests/integrations/states/test_state_schedules.py
 	KVLOOM_OFFERED_STATES=50000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/test_offered_states.py
+	    tests/integrations/states/test_offered_states.py
 	KVLOOM_PRODUCTS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(PRODUCTS)
 	KVLOOM_SIGNALS=1 KVLOOM_OVERLOAD_SECONDS=60 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
 	    tests/serving/test_process.py tests/serving/test_clients.py

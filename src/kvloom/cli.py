@@ -191,7 +191,7 @@ def _model_and_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
 def _question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     """Fingerprint of a model, and the tokens of the text of ``kvloom store why``."""
     model, tokens = _model_and_text(args)
-    from kvloom.integrations.transformers.identity import fingerprint_of
+    from kvloom.integrations.transformers.pool.identity import fingerprint_of
 
     with _options_named():
         return fingerprint_of(model, args.kv), tokens
@@ -267,7 +267,7 @@ def _demo(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvloom.integrations.transformers.positions import room_behind
+    from kvloom.integrations.transformers.models.positions import room_behind
     from kvloom.measuring.compare import attention_for, compare
     from kvloom.models import corpus_files
 

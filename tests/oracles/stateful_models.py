@@ -13,7 +13,7 @@ import torch
 from transformers import models as families_of_transformers
 from transformers.cache_utils import Cache
 
-from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 
 SIZES: dict[str, Any] = {
     "vocab_size": 99,

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from kvloom.integrations.transformers.batching import OLDEST
+from kvloom.integrations.transformers.session import OLDEST
 from kvloom.serving import PACKAGES
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from browsers import NEEDS_BROWSER, opened, wait
-from integrations.test_pool_states import FAMILIES, GRID, asked, pool_of, text
+from integrations.pool.test_pool_states import FAMILIES, GRID, asked, pool_of, text
 from oracles.stateful_models import stateful_model
 
-from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 from kvloom.paging import PageStates
 from kvloom.store import KVStore
 from kvloom.tracing.page import write_page

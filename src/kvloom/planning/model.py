@@ -23,17 +23,15 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer
 
-from kvloom.caches import CacheFormat
 from kvloom.core.entries import Entry
 from kvloom.core.specs import entry_of
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
-from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
-from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.invariance import packable_bytes
-from kvloom.integrations.transformers.layers import KVCacheLayer, kept_by
-from kvloom.integrations.transformers.loading import is_seeing
-from kvloom.integrations.transformers.text_config import names_rank
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of
+from kvloom.integrations.transformers.models.loading import is_seeing
+from kvloom.integrations.transformers.models.text_config import names_rank
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
 """Kinds of layers: attention to all tokens, to a window, by latents; attention beside a recurrent state, a
@@ -94,13 +92,13 @@ class ModelShape:
                 f"config must be of a decoder alone, got the encoder and decoder of {type(config).__name__}"
             )
         model, seen = _run_without_data(config)
-        layers = make_layers(model, CacheFormat())
-        for layer in layers:
-            if not isinstance(layer, (KVCacheLayer, DummyLayer, StatefulLayer)):
-                raise UnsupportedError(
-                    f"config must have layers of keys and values or of recurrent states, got "
-                    f"{kept_by(layer)} in {type(config).__name__}"
-                )
+        layers = layers_of(model)
+        expect_use(model, "cache", layers)
+        if foreign := next((x.keeps for x in layers if x.is_foreign), None):
+            raise UnsupportedError(
+                f"config must have layers of keys and values or of recurrent states, got {foreign} in "
+                f"{type(config).__name__}"
+            )
         text = config.get_text_config(decoder=True)
         return cls(
             text,
@@ -266,10 +264,10 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
     return model, cache
 
 
-def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
+def _shape(name: str, layer: LayerSpec, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
     theirs = cache.layers[index]
     state = numel = 0
-    if isinstance(theirs, StatefulLayer):
+    if layer.states:
         of_kinds = [getattr(theirs, field) for field in ("conv_states", "recurrent_states")]
         kept = [x for states in of_kinds for x in states.values() if x is not None]
         state, numel = sum(x.nbytes for x in kept), sum(x.numel() for x in kept)
@@ -282,7 +280,7 @@ def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) 
     if index not in cache.seen:
         return LayerShape("recurrent" if state else "none", None, None, state, of_index, numel)
     key, value = cache.seen[index]
-    window = layer.pages.sequences.window
+    window = layer.window
     kind: Kind = "hybrid" if state else "full" if window is None else "window"
     if kind == "full" and is_latent:
         kind = "latent"

@@ -9,8 +9,8 @@ from kvloom.caches import CacheFormat, Sequences
 from kvloom.core.entries import CODES, group_for
 from kvloom.core.spelling import STORAGE, expect_pack
 from kvloom.errors import ArgumentError, ConfigError
-from kvloom.integrations.transformers.build import cache_format
-from kvloom.integrations.transformers.positions import positions_of
+from kvloom.integrations.transformers.cache.formats import cache_format
+from kvloom.integrations.transformers.models.positions import positions_of
 from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
 
 _LONGEST: Final = 1 << 40

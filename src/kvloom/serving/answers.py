@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvloom.integrations.transformers.batching.agent_sessions import AgentTurn
-from kvloom.integrations.transformers.batching.held import CHOICE
-from kvloom.integrations.transformers.batching.sampling import Choice, LogProb
+from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
+from kvloom.integrations.transformers.session.held import CHOICE
+from kvloom.integrations.transformers.session.sampling import Choice, LogProb
 from kvloom.serving import Refused
 from kvloom.serving.structured import Grammar
 from kvloom.serving.text import TextStream

@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import build_response_parser
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
-from kvloom.integrations.transformers.batching.config import expect_known
+from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.serving import Refused
 from kvloom.serving.access_log import ENTRY, Entry
 from kvloom.serving.agents import HEADER, turn_of

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvloom.integrations.transformers.batching.report import BatchReport
+from kvloom.integrations.transformers.session.report import BatchReport
 from kvloom.serving.models import Model
 from kvloom.serving.session import Session
 

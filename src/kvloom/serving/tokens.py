@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.batching.config import expect_known
+from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.serving.bodies import expect_model, read_object
 from kvloom.serving.fields import flag, shown
 from kvloom.serving.messages import Chat
