@@ -283,10 +283,7 @@ class KVCache(StatefulCache):
         self._cache.expect_consistent()
         forks = self._cache.forks()
         fork = type(self)(
-            [
-                x.fork(forks.get(x.pages.sequences)) if isinstance(x, KVCacheLayer) else copy.deepcopy(x)
-                for x in self.layers
-            ]
+            [x.fork(forks) if isinstance(x, KVCacheLayer) else copy.deepcopy(x) for x in self.layers]
         )
         fork.follow(self)
         return fork

@@ -364,13 +364,14 @@ class KVPool(Recorder):
         are not.
         """
         main, store = self._prefixes.main, cast(Any, self._prefixes.main.below)
+        groups = self._empty.sequences
         return {
             "kv": main.pages.kind(*self._head_dims),
             **main.pages.pool.report(),
-            "windows": {x.window: x.pages.pool.report() for x in self._empty.sequences if x.window},
+            "windows": {x.window: x.pages.pool.report() for x in groups if x.is_required and x.window},
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
-            "residual_bytes": sum(sequences.residual_bytes for sequences in self._empty.sequences),
+            "residual_bytes": sum(x.pages.nbytes for x in groups if not x.is_required),
             "states": None if self._states is None else self._states.report(),
             "smoothing": self._smoothing,
             "layers": None if self._model is None else self._model.layers(),
