@@ -54,7 +54,9 @@ ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=
 PLATFORM := manylinux_2_28
 REPAIR = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*'
 PIP := -m pip --quiet --disable-pip-version-check
-MODEL := model/pyproject.toml $(shell find model/src -type f ! -name '*.pyc')
+# Distributions of their own, of files alone.
+FILES := model vectors
+FILE_SOURCES := $(FILES:%=%/pyproject.toml) $(shell find $(FILES:%=%/src) -type f ! -name '*.pyc')
 SOURCES := pyproject.toml CMakeLists.txt README.md CHANGELOG.md LICENSE $(wildcard scripts/*.py scripts/*.sh) \
     $(shell find csrc src -type f ! -name '*.pyc')
 # What every Python must pass; BARE of torch, what needs none.
@@ -253,16 +255,16 @@ test-torch: $(addprefix .venv-torch-,$(TORCHES))
 	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$* 'transformers>=4.57' rich xxhash \
 	    pytest pytest-xdist hypothesis
 
-# dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and the model's own
-# two. It is built as pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64:
+# dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and two of each of
+# FILES. It is built as pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64:
 # the wheel for Arm, by a cross compiler, in dist/aarch64. A library that needs more than PLATFORM has is refused, on Arm by
 # `make release`, since auditwheel takes no platform of another processor.
 wheel: dist/$(addsuffix /,$(ARCH)).ready
 
-dist/.ready: $(READY) $(SOURCES) $(MODEL)
+dist/.ready: $(READY) $(SOURCES) $(FILE_SOURCES)
 	rm -rf dist build/wheel && mkdir -p build/wheel
 	$(BIN)/python -m build --sdist --outdir dist
-	$(BIN)/python -m build --no-isolation --outdir dist model
+	for folder in $(FILES); do $(BIN)/python -m build --no-isolation --outdir dist $$folder || exit 1; done
 	$(PYTHON) -m venv build/wheel/empty
 	echo '$(firstword $(TORCH))' > build/wheel/torch.txt
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) PIP_BUILD_CONSTRAINT=$(abspath build/wheel/torch.txt) \
@@ -283,10 +285,11 @@ test-install: wheel
 	rm -rf build/installed && mkdir -p build/installed
 	$(PYTHON) -m venv build/installed/wheel
 	build/installed/wheel/bin/python $(PIP) install $(TORCH)
-	build/installed/wheel/bin/python $(PIP) install --find-links dist "$$(echo dist/kvloom-*.whl)[transformers,model]"
+	build/installed/wheel/bin/python $(PIP) install --find-links dist "$$(echo dist/kvloom-*.whl)[transformers,model,conform]"
 	build/installed/wheel/bin/python scripts/smoke.py
 	build/installed/wheel/bin/kvloom info
 	build/installed/wheel/bin/kvloom demo --max-new-tokens 8
+	build/installed/wheel/bin/kvloom conform run --dialect vllm.copy_blocks kvloom.conform.peers:copy_blocks
 	$(PYTHON) -m venv build/installed/sdist
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) \
 	    build/installed/sdist/bin/python $(PIP) install --find-links dist "$$(echo build/wheel/*.whl)[transformers,model]"

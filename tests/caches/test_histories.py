@@ -68,8 +68,6 @@ def history_of(draw: random.Random, window: int | None) -> History:
 def moved(layer: _Layer, draw: random.Random) -> _Layer:
     """The layer, or a fork of it, or what a file gives back."""
     match draw.randrange(6):
-        case 0 if isinstance(layer, PagedLayer):
-            return layer.fork(layer.sequences.fork())
         case 0:
             return layer.fork()
         case 1:

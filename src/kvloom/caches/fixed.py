@@ -12,12 +12,12 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.fixed_recent import FixedRecent, ring_nbytes, with_recent
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.layer import Layer
+from kvloom.caches.layer import Forks, Layer
 from kvloom.caches.memory import counted, free_bytes, outside_inference_mode
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
-from kvloom.caches.sequences import ROLLBACK, Sequences
+from kvloom.caches.sequences import ROLLBACK
 from kvloom.caches.storage import Storage
 from kvloom.caches.token_index import BLOCK
 from kvloom.caches.tokens import Tokens
@@ -322,7 +322,7 @@ class FixedLayer(Layer):
         if self._recent is not None:
             self._recent.select(rows)
 
-    def _hold_alone(self, sequences: Sequences | None) -> None:
+    def _hold_alone(self, forks: Forks | None) -> None:
         if self._storage is None:
             self._free()
         else:

@@ -62,15 +62,20 @@ class Endpoint:
         self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[AnswerShape]
     ) -> AsyncGenerator[dict[str, Any], None]:
         head["object"] = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
+
+        def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+            running = {"usage": usage(answers)} if wanted.running_usage else {}
+            return {**head, "choices": [choice], **running}
+
         try:
             async with aclosing(answers.pieces()) as pieces:  # type: ignore[type-var]
                 if self._kind == "chat":
                     for index in range(len(shapes)):
                         delta = {"role": "assistant", "content": ""}
-                        yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+                        yield chunk({"index": index, "delta": delta, "finish_reason": None})
                 async for piece in pieces:
                     for choice in shapes[piece.index].events(piece, self._session.tokenizer, wanted):
-                        yield {**head, "choices": [choice]}
+                        yield chunk(choice)
         except Refused as error:
             yield error_body(error.status, str(error), error.code)
             return

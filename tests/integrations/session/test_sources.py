@@ -9,7 +9,7 @@ import pytest
 from integrations.models.test_families import family
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.session.sizes import sources_of
+from kvloom.integrations.transformers.models.layer_specs import sources_of
 
 KINDS = ["sliding_attention", "full_attention"] * 3
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvloom.caches import Cache, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.fixed import too_long_for
 from kvloom.caches.rows import repeated, selected
-from kvloom.errors import ArgumentError, OutOfPages, UnsupportedError
+from kvloom.errors import ArgumentError, OutOfPages
 from kvloom.integrations.transformers.cache.build import make_layers
 from kvloom.integrations.transformers.cache.changes import (
     changes_of_length,
@@ -23,7 +23,7 @@ from kvloom.integrations.transformers.cache.changes import (
     expect_pages,
 )
 from kvloom.integrations.transformers.cache.formats import cache_format
-from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States, kept_by, num_kept
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States, num_kept
 from kvloom.integrations.transformers.cache.legacy import expect_pairs, legacy_pairs, plain_layers
 from kvloom.integrations.transformers.cache.lengths import (
     counts_of_rows,
@@ -34,7 +34,7 @@ from kvloom.integrations.transformers.cache.lengths import (
 from kvloom.integrations.transformers.cache.pairs import PairGuard
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.cache.trial import record_past
-from kvloom.integrations.transformers.models.layer_specs import DummyLayer, StatefulLayer
+from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
@@ -112,12 +112,9 @@ class KVCache(StatefulCache):
         size = 1 if static else page_size
         smoothing = smoothing_for(model, kv)
         format = cache_format(config, kv, size, max_tokens, values, layout, smoothing)
-        layers = make_layers(model, format, static)
-        known = (KVCacheLayer, DummyLayer, StatefulLayer)
-        others = Counter(kept_by(x) for x in layers if not isinstance(x, known))
-        if not any(isinstance(x, KVCacheLayer) for x in layers):
-            kept = f"{type(model).__name__} with {dict(Counter(map(kept_by, layers)))}"
-            raise UnsupportedError(f"model must have layers that attend to keys and values, got {kept}")
+        specs = layers_of(model)
+        layers = make_layers(model, format, static, specs=specs)
+        others = Counter(x.keeps for x in specs if x.is_foreign)
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
@@ -286,10 +283,7 @@ class KVCache(StatefulCache):
         self._cache.expect_consistent()
         forks = self._cache.forks()
         fork = type(self)(
-            [
-                x.fork(forks.get(x.pages.sequences)) if isinstance(x, KVCacheLayer) else copy.deepcopy(x)
-                for x in self.layers
-            ]
+            [x.fork(forks) if isinstance(x, KVCacheLayer) else copy.deepcopy(x) for x in self.layers]
         )
         fork.follow(self)
         return fork

@@ -1,20 +1,17 @@
 """The model of a pool: its present state, and the origin of a cache that begins now."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 from weakref import finalize
 
 import torch
-import transformers
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention.held import hold_attention, release_attention
-from kvloom.integrations.transformers.cache.indexed_layers import IndexedKVCacheLayer
-from kvloom.integrations.transformers.cache.layers import HybridKVCacheLayer, KVCacheLayer, kept_by
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.invariance import (
     Wish,
@@ -23,11 +20,11 @@ from kvloom.integrations.transformers.invariance import (
     report_layers,
 )
 from kvloom.integrations.transformers.models.content import expect_content, placeholders_of
-from kvloom.integrations.transformers.models.layer_specs import DummyLayer, StatefulLayer, TheirStatefulLayer
+from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.positions import gives_positions
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
-from kvloom.integrations.transformers.models.text_config import text_config_of, why_cuts_matter
+from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.pool.hooks import watch_inputs
 from kvloom.integrations.transformers.pool.origin import Origin
 from kvloom.integrations.transformers.pool.padding import padding_of
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
     from kvloom.integrations.transformers.pool.identity import Identity
     from kvloom.integrations.transformers.pool.states import PoolStates
 
-_KEPT_LAYERS: Final = (KVCacheLayer, IndexedKVCacheLayer, HybridKVCacheLayer, DummyLayer, TheirStatefulLayer)
 _KEPT: Final = 15
 """Number of last states whose fingerprints are kept."""
 
@@ -103,7 +99,7 @@ class PoolModel:
         expect_salt(salt)
         state = self.watch.state()
         if state != self._expected:  # its configuration, or accelerate's hooks, may be others
-            expect_prefixes(self.watch.model)
+            expect_use(self.watch.model, "pool")
             self._expected = state
         contents = expect_content(self.placeholders, rows, content)
         has_pictures = bool(self.placeholders)
@@ -156,60 +152,3 @@ class PoolModel:
 def _release(model: Any, holder: str) -> None:
     release_layers(model, holder)
     release_attention(model, holder)
-
-
-def expect_prefixes(model: Any) -> None:
-    """Raise UnsupportedError for a model whose keys and values of a prefix depend on more than the prefix.
-
-    Or on weights that cannot be watched.
-    """
-    name = type(model).__name__
-    if any(map(_is_offloaded, model.modules())):
-        raise UnsupportedError(
-            f"model must keep its weights between forwards, or nobody knows whether they are the same, got "
-            f"{name}, whose weights accelerate loads for each (cpu_offload, or a device_map with parts on "
-            f"cpu or disk): use a KVCache"
-        )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
-            f"{name}"
-        )
-    text = text_config_of(model)
-    why = why_cuts_matter(text)
-    if why:
-        raise UnsupportedError(
-            f"model must have the same keys and values however a text is cut, got {name}, in which {why}"
-        )
-    sees_all = getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    sees_all |= getattr(text, "is_causal", None) is False
-    # transformers before 5 does not say so in the configuration of paligemma.
-    if sees_all or model.config.model_type == "paligemma":
-        raise UnsupportedError(
-            f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got {name}"
-        )
-
-
-def _is_offloaded(module: Any) -> bool:
-    """Whether accelerate loads the weights of a module for each of its forwards."""
-    hook = vars(module).get("_hf_hook")
-    return any(getattr(x, "offload", False) for x in getattr(hook, "hooks", (hook,)))
-
-
-def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:
-    """Raise UnsupportedError unless a pool can keep everything that the cache layers of a model hold."""
-    layers = [*layers]
-    for layer in layers:
-        if type(layer) not in _KEPT_LAYERS:
-            raise UnsupportedError(
-                f"model must keep tokens or recurrent states in every layer, got {kept_by(layer)} in "
-                f"{type(model).__name__}"
-            )
-        if isinstance(layer, StatefulLayer) and not isinstance(getattr(layer, "conv_states", None), dict):
-            raise UnsupportedError(
-                f"transformers must keep recurrent states as 5.24 does, got {transformers.__version__}"
-            )
-    if not any(isinstance(layer, KVCacheLayer) for layer in layers):
-        raise UnsupportedError(
-            f"model must attend to keys and values in a layer, got {type(model).__name__} without any"
-        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
@@ -16,11 +16,10 @@ from kvloom.integrations.transformers.attention.latents import expect_absorbed
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.trial import why_wrong_in_pieces
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
-from kvloom.integrations.transformers.models.layer_specs import keeps_states_elsewhere
+from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.text_config import has_latents, names_rank, text_config_of
-from kvloom.integrations.transformers.pool.model import expect_prefixes
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap, RequestPages
-from kvloom.integrations.transformers.session.sizes import EMPTY, KINDS, STATEFUL, stateful_layers_of
+from kvloom.integrations.transformers.session.sizes import stateful_layers_of
 from kvloom.paging import expect_policy
 
 if TYPE_CHECKING:
@@ -105,13 +104,10 @@ def continuous_batching(
     if state_interval is not None:
         expect_range("state_interval", state_interval, 1)
     wish = expect_wish(model, batch_invariant, pack, is_free=True)
-    _expect_served(model)
+    expect_served(model)
     cache_format(text_config_of(model), kv, values=values, layout=layout)  # raises for invalid formats
     if store is not None:
-        if stateful_layers_of(model) is not None:
-            raise UnsupportedError(
-                f"store must be None for a model with recurrent states, got {type(model).__name__}"
-            )
+        expect_stored(model)
         from kvloom.store.store import open_store
 
         store = open_store(store)
@@ -189,7 +185,7 @@ class _Init:
         )
 
 
-def _expect_served(model: PreTrainedModel) -> None:
+def expect_served(model: PreTrainedModel) -> None:
     """Raise UnsupportedError for models that transformers' continuous batching, or ours, does not support."""
     if Version(transformers.__version__) < Version(OLDEST):
         raise UnsupportedError(
@@ -198,8 +194,11 @@ def _expect_served(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, text_config_of(model)
     if not hasattr(type(model), SESSIONS):
         raise UnsupportedError(f"model must have continuous batching, which {name} has not")
-    expect_prefixes(model)
-    _expect_kinds(model)
+    expect_use(model, "session")
+    is_loaded = all(x.device.type != "meta" for x in model.parameters())
+    is_stateful = stateful_layers_of(model) is not None
+    if is_stateful and is_loaded and (why := why_wrong_in_pieces(model)):
+        raise UnsupportedError(why)
     if has_latents(config):
         expect_absorbed(model)
     elif names_rank(config) and config.kv_lora_rank:
@@ -215,20 +214,12 @@ def _expect_served(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"model must be on one device, got tensor parallelism in {name}")
 
 
-def _expect_kinds(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for kinds of layers that a session does not support."""
-    name, known = type(model).__name__, dict.fromkeys((*KINDS, *STATEFUL, *EMPTY))
-    kinds = {*(getattr(text_config_of(model), "layer_types", None) or KINDS[:1])}
-    if others := ", ".join(sorted(kinds - {*known})):
-        raise UnsupportedError(f"model must have layers of {', '.join(known)} only, got {others} in {name}")
-    if not kinds & {*KINDS}:
-        raise UnsupportedError(f"model must keep keys and values in a layer, which {name} does in none")
-    is_stateful = stateful_layers_of(model) is not None
-    if keeps_states_elsewhere(model, DynamicCache(config=text_config_of(model)).layers):
-        raise UnsupportedError(f"model must keep its recurrent states in a cache, which {name} does not")
-    is_loaded = all(x.device.type != "meta" for x in model.parameters())
-    if is_stateful and is_loaded and (why := why_wrong_in_pieces(model)):
-        raise UnsupportedError(why)
+def expect_stored(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError for models whose sessions have no store."""
+    if stateful_layers_of(model) is not None:
+        raise UnsupportedError(
+            f"store must be None for a model with recurrent states, got {type(model).__name__}"
+        )
 
 
 def _forget_session(model: PreTrainedModel) -> None:

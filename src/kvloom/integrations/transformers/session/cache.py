@@ -14,6 +14,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches import CacheFormat
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
+from kvloom.integrations.transformers.models.layer_specs import sources_of
 from kvloom.integrations.transformers.pool.states import PoolStates
 from kvloom.integrations.transformers.session.agent_sessions import AgentSessions, turn_of
 from kvloom.integrations.transformers.session.groups import Limits, make_groups
@@ -22,7 +23,6 @@ from kvloom.integrations.transformers.session.plan import Begun, StepPlan
 from kvloom.integrations.transformers.session.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.session.recurrent import MixerCalls, copied, expect_apart
 from kvloom.integrations.transformers.session.report import PageMap
-from kvloom.integrations.transformers.session.sizes import sources_of
 from kvloom.integrations.transformers.session.stand_ins import NoSectors
 from kvloom.integrations.transformers.session.step import SharedKeys, StepAttention
 from kvloom.integrations.transformers.states.mixers import CacheOfMixers

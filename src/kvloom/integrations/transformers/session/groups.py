@@ -14,8 +14,9 @@ from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.states import StateSpec
 from kvloom.caches.storage import Storage
+from kvloom.integrations.transformers.models.layer_specs import windows_of
 from kvloom.integrations.transformers.session.growing import GrowingPages
-from kvloom.integrations.transformers.session.sizes import page_bytes, specs_of, windows_of
+from kvloom.integrations.transformers.session.sizes import page_bytes, specs_of
 
 STATES_SHARE: Final = 2
 """Ratio of bytes of pages to bytes of recurrent states that can be found."""

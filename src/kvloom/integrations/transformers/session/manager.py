@@ -26,6 +26,7 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
+from kvloom.integrations.transformers.models.layer_specs import windows_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import has_latents, only_head_dims, text_config_of
 from kvloom.integrations.transformers.pool.states import PoolStates, expect_interval, least_bytes
@@ -39,7 +40,7 @@ from kvloom.integrations.transformers.session.penalties import text_apart
 from kvloom.integrations.transformers.session.recurrent import nbytes_of
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
-from kvloom.integrations.transformers.session.sizes import page_bytes, stateful_layers_of, windows_of
+from kvloom.integrations.transformers.session.sizes import page_bytes, stateful_layers_of
 from kvloom.integrations.transformers.session.stand_ins import Attending
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states.mixers import watch_mixers

@@ -20,13 +20,13 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.fingerprint.context import float32_precision
 from kvloom.integrations.transformers.models.bit_plan import config_digest
+from kvloom.integrations.transformers.models.layer_specs import windows_of
 from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import text_config_of, token_ids_in
 from kvloom.integrations.transformers.models.trials import undisturbed
 from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.manager import BatchingManager
-from kvloom.integrations.transformers.session.sizes import windows_of
 
 _LOG: Final = logging.getLogger("kvloom")
 _LENGTHS: Final = (40, 23, 5)

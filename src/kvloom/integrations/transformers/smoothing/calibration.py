@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
 from kvloom.integrations.transformers.models.cache_argument import as_argument
-from kvloom.integrations.transformers.models.layer_specs import cache_layers_of
+from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.trials import undisturbed
@@ -135,7 +135,7 @@ def _device_of(model: Any) -> torch.device:
 
 def _num_layers(model: Any) -> int:
     """Number of layers of the model's cache."""
-    return len(cache_layers_of(model)[0])
+    return len(layers_of(model))
 
 
 def _decoder_of(model: Any) -> nn.Module:
