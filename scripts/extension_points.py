@@ -136,12 +136,16 @@ POINTS: Final = [
 ]
 
 
+OF_SESSIONS = (f"{_OURS}/session/", f"{_OURS}/isolation.py", "serving/")
+"""Files that need a transformers with sessions."""
+
+
 def imports() -> Iterator[Point]:
     """What the sources import from transformers by name."""
     found: dict[str, Point] = {}
     for path in sorted(SOURCES.rglob("*.py")):
         file = path.relative_to(SOURCES).as_posix()
-        since = "5.19" if "batching/" in file or file.startswith("serving/") else "4.57"
+        since = "5.19" if any(x in file for x in OF_SESSIONS) else "4.57"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
                 for name in (f"{node.module}.{alias.name}" for alias in node.names):
