@@ -69,7 +69,7 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
+.PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
     test-hosts asan asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install release \
     test-pythons check format bench bench-gpu bench-vllm clean
 
@@ -78,6 +78,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# What has no model, no process and no compiler: after each change, then the folder of what was changed.
+quick: $(READY)
+	$(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	    -m 'not model and not process and not compile' $(ARGS)
 
 # Each bug of tests/mutants in a copy of the sources: the tests that it names must fail. ARGS='NAME ...' for some. One
 # in csrc is compiled, beside objects in build/mutants that are compiled once.

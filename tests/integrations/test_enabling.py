@@ -136,6 +136,7 @@ def test_a_cache_implementation_of_the_caller_wins() -> None:
     assert generate(model, prompts(), use_cache=False).past_key_values is None
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("how", "kv", "options"),
     [
@@ -167,6 +168,7 @@ def test_a_compiled_model_gives_the_same_tokens(how: str, kv: str, options: dict
     assert torch.equal(found, expected)
 
 
+@pytest.mark.compile
 def test_one_graph_with_pages_says_what_to_use_instead() -> None:
     model, ids = make_model(num_layers=1), prompts()["input_ids"][:1]
     enable(model)

@@ -242,6 +242,7 @@ def test_a_crop_behind_a_fixed_window_is_refused_before_anything_changes(name: s
     torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.compile
 def test_windows_that_move_compile_once() -> None:
     model = family("Gemma2", "kvloom")
     growing, fixed = KVCache.for_model(model), KVCache.for_model(model, static=True, max_tokens=64)

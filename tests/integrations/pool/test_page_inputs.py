@@ -145,6 +145,7 @@ def test_a_cache_of_another_model_is_refused_or_not_published() -> None:
         other(TEXT, past_key_values=pool.begin(TEXT))
 
 
+@pytest.mark.compile
 def test_a_compiled_model_publishes_nothing_that_no_pool_has_seen() -> None:
     model = make_model()
     pool = pool_of(model)
