@@ -21,6 +21,7 @@ from kvloom.layouts.command import add_layouts
 from kvloom.measuring import continuation, isolation_command, quality_command, record_command
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
+from kvloom.planning import supports
 from kvloom.serving import check_command, command, options
 from kvloom.simulation import command as simulation
 from kvloom.store.command import add_parser as add_store_parser
@@ -140,6 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
     planning.add_options(plan)
     plan.set_defaults(run=_options_named("kv|model|config|context|batch|page_size")(planning.run))
+    uses = commands.add_parser("supports", help="what the layers of a model keep, and which uses it allows")
+    supports.add_options(uses)
+    uses.set_defaults(run=_options_named("model")(supports.run))
 
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)

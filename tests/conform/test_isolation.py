@@ -17,10 +17,13 @@ pytest.importorskip("rich")
 from kvloom.cli import main
 from kvloom.conform.isolation import isolated
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import NoAnswer
 from kvloom.conform.running import run
-from kvloom.conform.targets import NoAnswer, open_target
+from kvloom.conform.targets import open_target
 from kvloom.conform.vectors import Vector, published, read
 from kvloom.errors import ArgumentError
+
+pytestmark = pytest.mark.process
 
 FLASH = "vllm.reshape_and_cache_flash"
 LEGAL = [vector for vector in read(published(), FLASH) if vector.expected is not None]

@@ -21,8 +21,9 @@ import kvloom.conform
 from kvloom.cli import main
 from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import CallRefused
 from kvloom.conform.running import run
-from kvloom.conform.targets import Refused, open_target
+from kvloom.conform.targets import open_target
 from kvloom.conform.vectors import Vector, published, read
 from kvloom.errors import ArgumentError
 
@@ -119,6 +120,7 @@ def test_transformers_agrees_with_the_oracle() -> None:
     assert report.passed
 
 
+@pytest.mark.process
 @needs_cc
 @pytest.mark.parametrize("bug", [False, True])
 def test_a_c_function_is_judged(tmp_path: Path, bug: bool) -> None:
@@ -134,6 +136,7 @@ def half(vector: Vector) -> bool:
     return vector.expected is not None and vector.call["key"].dtype == torch.float16
 
 
+@pytest.mark.process
 @needs_cc
 def test_what_a_c_function_does_not_do_is_skipped(tmp_path: Path) -> None:
     vectors = list(read(published(), "vllm.reshape_and_cache_flash"))
@@ -159,15 +162,17 @@ def test_what_a_callable_does_not_do_is_skipped_and_nothing_else_is_no_pass() ->
     assert not run(python_target(refuses_or_does_not), vectors).passed
 
 
+@pytest.mark.process
 @needs_cc
 def test_outputs_are_there_for_calls_that_must_be_refused(tmp_path: Path) -> None:
     target = open_target(f"{compiled(tmp_path)}:writes_then_refuses")
     refused = [v for v in read(published(), "pmx.key_value_cache") if v.expected is None]
     for vector in refused:
-        with pytest.raises(Refused, match="two outputs"):
+        with pytest.raises(CallRefused, match="two outputs"):
             target(OPERATORS[vector.dialect], vector, dict(vector.call))
 
 
+@pytest.mark.process
 def test_a_command_is_judged() -> None:
     vectors = list(read(published(), "vllm.copy_blocks"))
     target = open_target(f"command:{sys.executable} {HERE / 'command.py'}")
@@ -217,6 +222,7 @@ def test_what_is_no_target_is_refused(target: str, message: str) -> None:
         open_target(target)
 
 
+@pytest.mark.process
 def test_a_command_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", "run", "--dialect", "vllm.copy_blocks", "command:/nowhere"]) == 2
     assert "TARGET must be a command" in capsys.readouterr().err

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from campaign import is_whole
 
 pytest.importorskip("safetensors")
 from torch import Tensor
@@ -23,8 +23,8 @@ from kvloom.conform.operators import OPERATORS
 from kvloom.conform.vectors import Vector, make, published, read
 from kvloom.errors import ArgumentError
 
-COUNT = None if os.environ.get("KVLOOM_PRODUCTS", "0") != "0" else 30
-"""Legal vectors of each dialect that are made again; ``make slow`` makes all."""
+COUNT = None if is_whole() else 30
+"""Legal vectors of each dialect that are made again; ``--campaign`` makes all."""
 INDEX = json.loads((published() / "index.json").read_text(encoding="utf-8"))
 
 

@@ -270,8 +270,8 @@ def _nbytes_recent(pages: PagedLayer | FixedLayer, num_rows: int) -> float:
     """Bytes of the residual window of a sequence of ``LONG`` tokens."""
     if not isinstance(pages, PagedLayer) or not pages.nbytes_recent:
         return pages.nbytes_recent / num_rows
-    residual = Sequences(pages.sequences.format, pages.window).residual
-    exact = pages.sequences.residual
+    residual = Sequences(pages.sequences.format, pages.window).of_residual()
+    exact = pages.residual
     if residual is None or exact is None:
         return 0.0
     residual.reserve(1, LONG)

@@ -258,7 +258,7 @@ def _layer(
     if layer.entry is None:
         return LayerPlan(layer.kind, of_index * num_slots, states=states, waste=of_index * empty)
     entry = format.entry(layer.entry)
-    recent, residual = 0, Sequences(format, layer.window).residual
+    recent, residual = 0, Sequences(format, layer.window).of_residual()
     if residual is not None and num_tokens:
         newest = _in_window(residual, context, at_once)[0] * residual.format.page_size
         recent = batch * newest * layer.entry.nbytes

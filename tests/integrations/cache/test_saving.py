@@ -147,7 +147,7 @@ def test_a_cache_that_an_earlier_release_saved_is_read() -> None:
     fork = cache.fork()
     for name in ("remembered", "pair_guard"):
         vars(cache).pop(name)
-    cache.sequences[0].residual._stale = 7
+    cache.sequences[1]._stale = 7
     loaded = pickle.loads(pickle.dumps(cache))  # noqa: S301 (our own)
     assert torch.equal(loaded.fork().layers[0].keys, fork.layers[0].keys)
     more = text(9, 1, 2)

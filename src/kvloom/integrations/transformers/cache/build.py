@@ -52,7 +52,7 @@ def make_layers(
         answer_latents(model)
     # The configuration that layers read; of an old encoder-decoder model ``config`` is a copy.
     live = model.config if type(config) is type(model.config) else config
-    by_window: dict[int | None, Sequences] = {}
+    by_window: dict[int | None, tuple[Sequences, Sequences | None]] = {}
     layers: list[Any] = []
     for index, spec in enumerate(specs):
         if not (spec.tokens or spec.index):
@@ -63,8 +63,10 @@ def make_layers(
         else:
             if spec.window not in by_window:
                 pages = Pages(format, is_kept, policy if spec.window is None else "lru")
-                by_window[spec.window] = Sequences(pages, spec.window)
-            layer = _paged_layer(spec, PagedLayer(format, by_window[spec.window], index), live)
+                sequences = Sequences(pages, spec.window)
+                by_window[spec.window] = sequences, sequences.of_residual()
+            sequences, residual = by_window[spec.window]
+            layer = _paged_layer(spec, PagedLayer(format, sequences, index, residual), live)
         layer.is_used = spec.is_used
         if spec.index:
             layer.keep(has_keys=spec.tokens, has_index=spec.has_index)

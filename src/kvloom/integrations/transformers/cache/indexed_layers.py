@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kvloom.caches import FixedLayer, PagedLayer, Sequences
+from kvloom.caches import FixedLayer, PagedLayer
 from kvloom.caches.index_keys import IndexKeys, add_index_keys, index_keys_beside
+from kvloom.caches.layer import Forks
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, StaticKVCacheLayer, num_kept
@@ -111,10 +112,10 @@ class IndexedKVCacheLayer(KVCacheLayer):
         self.index_keys.reset()
         self._positions = None
 
-    def fork(self: _Layer, sequences: Sequences | None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
-        """A copy of this layer over ``sequences``, with its index keys and positions."""
-        other = super().fork(sequences)
-        other.index_keys = self.index_keys.fork(sequences)
+    def fork(self: _Layer, forks: Forks) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
+        """A copy of this layer over ``forks``, with its index keys and positions."""
+        other = super().fork(forks)
+        other.index_keys = self.index_keys.fork(forks)
         other.keep(has_keys=self.has_keys, has_index=self.has_index)
         other._positions = self._positions
         return other

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from kvloom.caches import FixedLayer, PagedLayer, Sequences, TokenIndex
+from kvloom.caches import FixedLayer, PagedLayer, TokenIndex
 from kvloom.caches.assigning import SIDES
+from kvloom.caches.layer import Forks
 from kvloom.caches.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError
@@ -160,9 +161,9 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if isinstance(self.pages, PagedLayer):
             self.pages.sequences.is_recording = wanted
 
-    def fork(self: _Layer, sequences: Sequences | None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
-        """A copy of this layer over ``sequences``, a fork of the layer's own sequences."""
-        other = type(self)(self.pages.fork(sequences), self._config)
+    def fork(self: _Layer, forks: Forks) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
+        """A copy of this layer over ``forks`` of the sequences of all layers."""
+        other = type(self)(self.pages.fork(forks), self._config)
         other.is_used, other.num_assigned = self.is_used, [*self.num_assigned]
         other.is_found = self.is_found
         if self._dtype is not None:
@@ -338,10 +339,10 @@ if TheirHybridLayer is not None:
             """Give row i the states of row ``rows[i]``."""
             cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
 
-        def fork(self: _Hybrid, sequences: Sequences | None) -> _Hybrid:  # noqa: PYI019 (as above)
-            """A copy of this layer over ``sequences``, with copied states."""
-            is_recording = sequences is not None and sequences.is_recording
-            other = super().fork(sequences)
+        def fork(self: _Hybrid, forks: Forks) -> _Hybrid:  # noqa: PYI019 (as above)
+            """A copy of this layer over ``forks``, with copied states."""
+            is_recording = super().record_past
+            other = super().fork(forks)
             other.record_past = is_recording
             for name in vars(self).keys() & _STATES:  # not every version has all
                 setattr(other, name, copy.deepcopy(getattr(self, name)))

@@ -44,7 +44,9 @@ def plain_layers(pairs: Sequence[tuple[Tensor, Tensor]], **options: Any) -> list
     # The attributes of a configuration that layers read. Head dims are checked at the update.
     config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
     sequences = Sequences(cache_format(config, **options))
-    return [KVCacheLayer(PagedLayer(sequences.format, sequences, i), config) for i in range(len(pairs))]
+    residual = sequences.of_residual()
+    layers = [PagedLayer(sequences.format, sequences, i, residual) for i in range(len(pairs))]
+    return [KVCacheLayer(layer, config) for layer in layers]
 
 
 def legacy_pairs(layers: Sequence[Any]) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -14,7 +14,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
-from kvloom.caches.groups import with_residuals
 from kvloom.caches.storage import Storage
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
@@ -90,26 +89,26 @@ def identify(model: Any, format: CacheFormat, states: "PoolStates | None" = None
     cache = _run(model, format, _TIMED)
     seconds = (time.perf_counter() - began) / _TIMED
     weights, context, fingerprints = weights_digest(model.state_dict()), context_of(model).text(), []
-    others = _differing_layers(format, cache) if len(cache.sequences) > 1 else ""
-    for group in cache.sequences:
+    groups = [x for x in cache.sequences if x.is_required]
+    others = _differing_layers(format, cache) if len(groups) > 1 else ""
+    for group in groups:
         attention = ("full" if group.window is None else f"window of {group.window}") + others
         attention += "" if states is None else f", in pieces of {states.interval} tokens"
         kept = layers_of(group.storages), rotation_of(group.storages)
         recent, smoothing = format.recent or 0, smoothing_digest(group.storages)
         fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing, context))
-    for group, fingerprint in zip(cache.sequences, [*fingerprints], strict=True):
-        if group.residual is not None:
-            attention = f"residual window of {fingerprint.digest.hex()}"
-            layers = layers_of(group.residual.storages)
-            exact = replace(fingerprint, rotation="none", layers=layers, recent=0, smoothing="")
-            fingerprints.append(replace(exact, attention=attention))
-    storages = [group.storages for group in with_residuals(cache.sequences)]
+    for residual in cache.sequences[len(groups) :]:
+        codes = next(i for i, x in enumerate(groups) if residual.storages.keys() <= x.storages.keys())
+        own, layers = fingerprints[codes], layers_of(residual.storages)
+        exact = replace(own, rotation="none", layers=layers, recent=0, smoothing="")
+        fingerprints.append(replace(exact, attention=f"residual window of {own.digest.hex()}"))
+    storages = [group.storages for group in cache.sequences]
     if states is not None:
         behind = hashlib.sha256(b"".join(x.digest for x in fingerprints)).hexdigest()
-        layers = layers_of(own := states.pages.new_storages())
+        layers = layers_of(of_states := states.pages.new_storages())
         exact = replace(fingerprints[0], rotation="none", layers=layers, recent=0, smoothing="")
         fingerprints.append(replace(exact, attention=f"states behind {behind}"))
-        storages.append(own)
+        storages.append(of_states)
     return Identity(fingerprints, storages, seconds, probe_of(model))
 
 
@@ -121,7 +120,7 @@ def _differing_layers(format: CacheFormat, cache: KVCache) -> str:
     """
     if len({(replace(x, smoothing=None), x.smoothing is None) for x in format.layers or ()}) < 2:
         return ""
-    storages = {i: x for group in cache.sequences for i, x in group.storages.items()}
+    storages = {i: x for group in cache.sequences if group.is_required for i, x in group.storages.items()}
     text = f"{layers_of(storages)} {smoothing_digest(storages)}"
     return f", among {hashlib.sha256(text.encode()).hexdigest()}"
 

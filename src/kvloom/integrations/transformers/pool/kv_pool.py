@@ -15,6 +15,7 @@ from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
+from kvloom.integrations.transformers.cache.trial import expect_causal
 from kvloom.integrations.transformers.fingerprint.scopes import scope_in
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.models.content import is_within
@@ -200,6 +201,7 @@ class KVPool(Recorder):
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         expect_use(model, "pool")
+        expect_causal(model)
         smoothing = smoothing_for(model, kv)
         format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, is_kept=True, policy=policy)
@@ -362,13 +364,14 @@ class KVPool(Recorder):
         are not.
         """
         main, store = self._prefixes.main, cast(Any, self._prefixes.main.below)
+        groups = self._empty.sequences
         return {
             "kv": main.pages.kind(*self._head_dims),
             **main.pages.pool.report(),
-            "windows": {x.window: x.pages.pool.report() for x in self._empty.sequences if x.window},
+            "windows": {x.window: x.pages.pool.report() for x in groups if x.is_required and x.window},
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
-            "residual_bytes": sum(sequences.residual_bytes for sequences in self._empty.sequences),
+            "residual_bytes": sum(x.pages.nbytes for x in groups if not x.is_required),
             "states": None if self._states is None else self._states.report(),
             "smoothing": self._smoothing,
             "layers": None if self._model is None else self._model.layers(),

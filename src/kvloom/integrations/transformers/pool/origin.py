@@ -9,7 +9,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kvloom.caches.groups import with_residuals
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.pages import Pages
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
@@ -223,7 +222,7 @@ class PoolCache(KVCache):
 
     def is_of(self, pages: Sequence[Pages]) -> bool:
         """Whether the pool with these pages began the cache; also true if layers were assigned since."""
-        own = [x.pages for x in with_residuals(self.sequences)]
+        own = [x.pages for x in self.sequences]
         return self.is_assigned or own == [*pages[: len(own)]]
 
     @property
@@ -246,7 +245,7 @@ class PoolCache(KVCache):
             self.origin.num_seen = end
         if end == 0 and not any(begins):
             return
-        for sequences, own in zip(with_residuals(self.sequences), zip(*tables, strict=True), strict=True):
+        for sequences, own in zip(self.sequences, zip(*tables, strict=True), strict=True):
             sequences.adopt(own, begins, end)
         for pages in self._cache.layers:
             if isinstance(pages, PagedLayer):
@@ -257,7 +256,7 @@ class PoolCache(KVCache):
 
     def needs_attention(self, grid: object) -> bool:
         """Whether the model must attend in place: for residual windows, where no ``grid`` cuts texts."""
-        return grid is None and any(x.residual is not None for x in self.sequences)
+        return grid is None and not all(x.is_required for x in self.sequences)
 
     def expect_in_place(self) -> None:
         """Raise UnsupportedError if there is a residual window, and attention reads gathered tensors.
@@ -281,7 +280,7 @@ class PoolCache(KVCache):
         """Why its pages cannot be shared; empty if they can."""
         if self.is_assigned:
             return ASSIGNED
-        if any(not all(x.is_exact) for x in with_residuals(self.sequences)):
+        if any(not all(x.is_exact) for x in self.sequences):
             return _READ_CODES
         if self.origin is not None and self.get_seq_length() > self.origin.num_seen:
             return _UNSEEN

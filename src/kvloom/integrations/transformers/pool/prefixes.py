@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from kvloom.caches.groups import with_residuals
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.prefixes import Prefixes
 from kvloom.core.checks import INDEX_DTYPES, expect
@@ -17,7 +16,7 @@ from kvloom.paging import Miss, uninterrupted, whole
 
 def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
     """The prefixes of a pool: groups of the pages of an empty cache, then the group of states."""
-    groups = [PrefixGroup(x.pages, x.reach) for x in with_residuals(empty.sequences)]
+    groups = [PrefixGroup(x.pages, x.reach) for x in empty.sequences]
     return Prefixes(groups if states is None else [*groups, states.group])
 
 
@@ -83,7 +82,7 @@ def begin_with_none(
     blank: Tensor,
 ) -> None:
     """Begin a cache without any prefix; arguments are those of ``begin``."""
-    groups, end = prefixes.groups[: len(with_residuals(cache.sequences))], min(begins)
+    groups, end = prefixes.groups[: len(cache.sequences)], min(begins)
     cache.begin_behind([[group.new_table().table for group in groups] for _ in rows], begins, end, blank)
     origin.fed = FedTokens(input_ids, end)
 
@@ -153,7 +152,7 @@ def commit_rows(
     Raises:
         ArgumentError, StateError: as ``Sequences.commit``.
     """
-    groups = [*zip(with_residuals(cache.sequences), prefixes.groups, strict=False)]
+    groups = [*zip(cache.sequences, prefixes.groups, strict=False)]
     for sequences, group in groups:
         sequences.commit(group.tree, rows, origin.scopes())
     scopes = zip(origin.scopes(), origin.stored_scopes(), origin.num_shared, strict=True)
