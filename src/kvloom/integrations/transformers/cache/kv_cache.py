@@ -302,7 +302,7 @@ class KVCache(StatefulCache):
         ``reset``, or until nothing uses the cache and its forks; a saved cache has room for its tokens alone.
 
         Args:
-            tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is the number
+            tokens_to_remove: ``-n`` removes n tokens; with transformers 4 a positive number is the number
                 kept. Or one number of at most 0 for each row: rows still end together, so a row that lost
                 more than another begins with empty positions, which the attention mask must hide like left
                 padding. ``get_seq_length()`` is the length of the longest row.
