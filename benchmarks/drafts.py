@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvloom import KVCache, enable
-from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 
 EDITS: Final = 20
 """Tokens of the prompt from one that is another to the next."""

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.watch import ModelWatch
+from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 
 
 def median_us(call: Callable[[], object], rounds: int) -> float:

@@ -20,7 +20,7 @@ import torch
 from peers import Contender, installed, quantized
 
 from kvloom.integrations.transformers import KVCache, load_model
-from kvloom.integrations.transformers.positions import positions_of
+from kvloom.integrations.transformers.models.positions import positions_of
 from kvloom.measuring.changed_keys import changed_keys
 from kvloom.measuring.key_statistics import STATISTICS
 from kvloom.measuring.quality import ROWS, WINDOW, Peer, quality, windows_of

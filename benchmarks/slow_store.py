@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from oracles.slow_store import slow_store
 
 from kvloom.integrations.transformers import KVPool
-from kvloom.integrations.transformers.identity import fingerprint_of
+from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.store import KVStore
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes

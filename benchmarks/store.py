@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.integrations.transformers import KVPool
-from kvloom.integrations.transformers.identity import fingerprint_of
+from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.store import Fingerprint, KVStore, LayerFormat, SideFormat
 from kvloom.store.below import RUN_BYTES, runs_of
 from kvloom.store.format import page_bytes

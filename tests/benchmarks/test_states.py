@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 
 
 @pytest.mark.skipif(

@@ -10,8 +10,7 @@ import torch
 from caches.mixed import DIM, HEADS, INT4, RECENT, smoothing, tokens
 from oracles.bits import assert_same_bits
 
-from kvloom.caches import Cache, CacheFormat, PagedLayer
-from kvloom.caches.paged import Sequences
+from kvloom.caches import Cache, CacheFormat, PagedLayer, Sequences, paged
 from kvloom.caches.token_index import Step
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import OutOfPages, ShapeError
@@ -62,14 +61,14 @@ def test_steps_that_follow_have_the_slots_and_bits_of_others(
     for layer in layers:
         layer.append(tokens(rows, 5, seed), tokens(rows, 5, seed + 1))
     advanced: list[bool] = []
-    advance = layers[0].sequences.advance
-    monkeypatch.setattr(layers[0].sequences, "advance", lambda: advanced.append(advance()) or advanced[-1])
+    advance = paged.advance
+    monkeypatch.setattr(paged, "advance", lambda groups: advanced.append(advance(groups)) or advanced[-1])
     for i in range(60):
         new, query = tokens(rows, 1, 10 * i), tokens(rows, 1, 10 * i + 1)
         begun_afresh(layers[1])
         stored = [layer.append(new, -new) for layer in layers]
         assert_same_step(layers[0].sequences.step, layers[1].sequences.step)
-        residuals = [layer.sequences.residual for layer in layers]
+        residuals = [layer.residual for layer in layers]
         if residuals[0] is not None and residuals[1] is not None:
             assert_same_step(residuals[0].step, residuals[1].step)
         assert_same_bits(stored[0].attend(query), stored[1].attend(query), "attention")
@@ -80,10 +79,11 @@ def test_steps_that_follow_have_the_slots_and_bits_of_others(
         counts = [draw.randrange(3) for _ in range(rows)]
         for layer in layers:
             if change < 0.1:
-                layer.sequences.remove(counts)
+                for sequences in layer.all_sequences:
+                    sequences.remove(counts)
                 layer.num_tokens = layer.sequences.num_positions
             elif change < 0.2:
-                layer.sequences.select([(row + 1) % rows for row in range(rows)])
+                layer.select(torch.arange(1, rows + 1) % rows)
             elif change < 0.3:
                 layer.append(tokens(rows, 3, i), tokens(rows, 3, i))
     assert sum(advanced) > 5

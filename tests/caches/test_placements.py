@@ -1,14 +1,12 @@
 """One matrix of layers: where tokens lie, what a token sees, how they are kept, and all that is done to them.
 
 Each cell is a program of steps, crops, copies of rows, forks and files, in which every step attends: against
-attention over the tensors of ``mixed``. ``KVLOOM_LAYER_PROGRAMS`` is how many programs each cell has; ``make
-slow`` has more.
+attention over the tensors of ``mixed``.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from caches.mixed import DIM, HEADS, INT4, RECENT, mixed, smoothing, tokens
+from campaign import times
 from oracles.pairs import pairwise
 from torch import Tensor
 
@@ -23,8 +22,9 @@ from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.format import RESIDUAL_ROLLBACK, num_exact
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
+from kvloom.paging import PageTable
 
-PROGRAMS = int(os.environ.get("KVLOOM_LAYER_PROGRAMS", "1"))
+PROGRAMS = times(1)
 WINDOWS = [None, 9, 50]
 KINDS = {
     "float32": CacheFormat(),
@@ -58,27 +58,32 @@ class Paged:
     """Two layers over the same sequences in pages."""
 
     def __init__(self, format: CacheFormat, window: int | None) -> None:
-        self.hold(Sequences(format, window))
+        sequences = Sequences(format, window)
+        self.hold(sequences, sequences.of_residual())
 
-    def hold(self, sequences: Sequences, old: list[PagedLayer] | None = None) -> None:
+    def hold(
+        self, sequences: Sequences, residual: Sequences | None, old: list[PagedLayer] | None = None
+    ) -> None:
         """Be layers over other sequences, of the same tokens as the old ones."""
         self.sequences = sequences
-        self.layers = [PagedLayer(sequences.format, sequences, i) for i in range(2)]
+        self.layers = [PagedLayer(sequences.format, sequences, i, residual) for i in range(2)]
         for new, before in zip(self.layers, old or self.layers, strict=True):
             new.num_tokens, new.dtype = before.num_tokens, before.dtype
 
     def remove(self, counts: list[int]) -> list[int]:
-        self.sequences.remove(counts)
+        for sequences in self.layers[0].all_sequences:
+            sequences.remove(counts)
         for layer in self.layers:
             layer.num_tokens = self.sequences.num_positions
         return counts
 
     def select(self, rows: list[int]) -> None:
-        self.sequences.select(rows)
+        for sequences in self.layers[0].all_sequences:
+            sequences.select(rows)
 
     def fork(self) -> Paged:
-        other = copy.copy(self)
-        other.hold(self.sequences.fork(), self.layers)
+        other, residual = copy.copy(self), self.layers[0].residual
+        other.hold(self.sequences.fork(), None if residual is None else residual.fork(), self.layers)
         return other
 
     def save(self) -> None:
@@ -207,6 +212,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 @pytest.mark.parametrize(("placement", "window", "kind"), CELLS)
 def test_a_program_attends_to_what_it_stored(
@@ -264,7 +270,10 @@ def test_a_prefix_that_was_adopted_is_read_as_codes() -> None:
     other = Program("paged", "int4, 20 newest", None, 1)
     place, sequences = other.place, Sequences(program.place.sequences.pages)
     sequences.adopt([table.fork() for table in program.place.sequences.tables], [0], 64)
-    place.hold(sequences, program.place.layers)
+    residual = sequences.of_residual()
+    assert residual is not None
+    residual.adopt([PageTable(residual.pages.pool, residual.format.page_size)], [0], 64)
+    place.hold(sequences, residual, program.place.layers)
     other.rows, other.seed = [Row(program.rows[0].key, 64)], 500
     for count in (1, 3, 30):
         other.append(count)

@@ -186,7 +186,8 @@ def test_a_crop_of_some_rows_leaves_the_others_what_was_stored_after_an_assignme
     layer.append(key, -key)
     layer.keys = key
     layer.append(more, -more)
-    layer.sequences.remove([0, 20])
+    for sequences in layer.all_sequences:
+        sequences.remove([0, 20])
     query, new = tokens(2, 1, 3, 4), tokens(2, 1, 4)
     out = layer.append(new, -new).attend(query)
     for b, kept in enumerate((30, 10)):

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from kvloom.integrations.transformers.batching import OLDEST
+from kvloom.integrations.transformers.session import OLDEST
 
 KEY = "KEY1"
 

@@ -28,7 +28,7 @@ from transformers import (
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, continuous_batching, disable, enable
-from kvloom.integrations.transformers.batching import OLDEST, SESSIONS
+from kvloom.integrations.transformers.session import OLDEST, SESSIONS
 
 STEPS = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 MODES: dict[str, dict[str, Any]] = {

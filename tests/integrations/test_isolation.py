@@ -13,9 +13,9 @@ from oracles.language_models import make_model
 from kvloom.caches.prefixes import Prefixes
 from kvloom.cli import main
 from kvloom.integrations.transformers import isolation
+from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.isolation import Check, check_isolation
-from kvloom.integrations.transformers.origin import Origin
-from kvloom.integrations.transformers.watch import ModelWatch
+from kvloom.integrations.transformers.pool.origin import Origin
 
 
 def problems(model: Any) -> set[str]:

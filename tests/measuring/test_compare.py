@@ -5,7 +5,7 @@ import torch
 from oracles.language_models import make_model, make_prompts
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.cache_argument import given_cache
+from kvloom.integrations.transformers.models.cache_argument import given_cache
 from kvloom.measuring.compare import compare
 
 

@@ -16,7 +16,7 @@ import kvloom
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache, KVPool, enable
-from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
+from kvloom.integrations.transformers.models.bit_plan import BitPlan, config_digest
 from kvloom.measuring import planned_bits
 from kvloom.measuring.planned_bits import plan_bits
 

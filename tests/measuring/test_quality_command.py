@@ -54,10 +54,10 @@ def test_command_reads_as_long_a_text_as_the_model_has_positions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["quality", "--kv", "int8", "--json", "--window", "max", "--tokens", "30"]
-    monkeypatch.setattr("kvloom.integrations.transformers.positions.positions_of", lambda model: 10)
+    monkeypatch.setattr("kvloom.integrations.transformers.models.positions.positions_of", lambda model: 10)
     assert main(arguments) == 0
     assert {row["num_tokens"] for row in json.loads(capsys.readouterr().out)} == {3 * 9}
-    monkeypatch.setattr("kvloom.integrations.transformers.positions.positions_of", lambda model: None)
+    monkeypatch.setattr("kvloom.integrations.transformers.models.positions.positions_of", lambda model: None)
     assert main(arguments) == 2
     assert "--window must be a number, for the model's configuration" in capsys.readouterr().err
 

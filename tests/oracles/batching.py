@@ -13,7 +13,7 @@ from packaging.version import Version
 from transformers import GenerationConfig
 
 from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.batching import OLDEST
+from kvloom.integrations.transformers.session import OLDEST
 
 HAS_SESSIONS = Version(transformers.__version__) >= Version(OLDEST)
 """Whether this transformers has continuous batching that is supported."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.cache_argument import given_cache
+from kvloom.integrations.transformers.models.cache_argument import given_cache
 from oracles.language_models import FakeQuantCache
 
 LENGTH = 40

@@ -1,20 +1,17 @@
-"""A wrong page is never found: not when all hashes are equal, not across salts.
-
-``KVLOOM_WALK_STEPS`` sets how many lookups each test makes.
-"""
+"""A wrong page is never found: not when all hashes are equal, not across salts."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 
 import pytest
+from campaign import times
 from paging.world import World
 
 from kvloom.paging import PagePool, PrefixTree, nodes
 
-NUM_LOOKUPS = int(os.environ.get("KVLOOM_WALK_STEPS", "30000"))
+NUM_LOOKUPS = times(30_000)
 SALTS = [f"tenant {i}" for i in range(8)]
 
 
@@ -32,6 +29,7 @@ def look_up(world: World, rng: random.Random, salts: list[str], num_lookups: int
     return num_found
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("page_size", [1, 2])
 def test_equal_hashes_find_no_wrong_page(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "hash", lambda _: 0, raising=False)
@@ -56,6 +54,7 @@ def test_tokens_of_equal_hash_are_told_apart(one: int, other: int) -> None:
     assert world.tree.match([other]) == []
 
 
+@pytest.mark.campaign
 def test_salts_find_no_page_of_one_another() -> None:
     rng = random.Random(8)
     world = World(200, 2)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from integrations.test_families import FAMILIES, family
-from integrations.test_vision_models import FAMILIES as VISION
-from integrations.test_vision_models import vision_model
+from integrations.models.test_families import FAMILIES, family
+from integrations.models.test_vision_models import FAMILIES as VISION
+from integrations.models.test_vision_models import vision_model
 
 import kvloom
 from kvloom.caches.storage import Storage
@@ -23,8 +23,8 @@ from kvloom.cli import main
 from kvloom.core.spelling import PACKS
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, enable, load_model, report_layers
-from kvloom.integrations.transformers.build import StatefulLayer
-from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 from kvloom.models import bundled_model_path
 from kvloom.planning.command import parse_bytes
 from kvloom.planning.model import ModelShape

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from integrations.test_families import FAMILIES, family
-from integrations.test_vision_models import FAMILIES as VISION
-from integrations.test_vision_models import vision_model
+from integrations.models.test_families import FAMILIES, family
+from integrations.models.test_vision_models import FAMILIES as VISION
+from integrations.models.test_vision_models import vision_model
 from planning.test_plan import filled
 
 import kvloom

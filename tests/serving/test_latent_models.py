@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_latents import FAMILIES, family
+from integrations.attention.test_latents import FAMILIES, family
 from oracles.serving import PROMPT, served
 
 from kvloom.integrations.transformers import disable, enable, load_model

@@ -15,7 +15,7 @@ from oracles.serving import PROMPT, Served, make_session, serve, served
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.batching.manager import BatchingManager
+from kvloom.integrations.transformers.session.manager import BatchingManager
 from kvloom.serving import server as server_module
 from kvloom.serving import session as session_module
 from kvloom.serving.settings import Settings

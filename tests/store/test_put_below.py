@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from caches.test_prefix_cache import DIM, HEADS, INT8, LAYERS, PAGE, assert_own, write
-from integrations.test_pool_store import commit as compute_in_pool
-from integrations.test_pool_store import make_pool, text
+from integrations.pool.test_pool_store import commit as compute_in_pool
+from integrations.pool.test_pool_store import make_pool, text
 from oracles.language_models import make_model
 from store.runs import fingerprint
 
 from kvloom import QuantSpec, ops
 from kvloom.caches import CacheFormat, PrefixCache
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.build import cache_format
-from kvloom.integrations.transformers.identity import fingerprint_of
+from kvloom.integrations.transformers.cache.formats import cache_format
+from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.store import Fingerprint, KVStore, layers_of, put_below
 

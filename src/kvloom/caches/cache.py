@@ -5,7 +5,7 @@ head dims.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvloom.caches.layer import Layer, cropped_length, expect_config
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.rows import reordered, repeated, selected
-from kvloom.caches.sequences import Sequences
+from kvloom.caches.sequences import Sequences, reserving
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import whole
@@ -44,6 +44,10 @@ class Cache:
         self._make_layer = make_layer
         self._groups = Groups()
         self._find_groups()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._find_groups()  # files of earlier releases have none of residual windows
 
     @classmethod
     def dynamic(cls, num_layers: int | None = None) -> "Cache":
@@ -184,7 +188,10 @@ class Cache:
 
     @property
     def sequences(self) -> list[Sequences]:
-        """Sequences of the layers in pages, one for each window and number of removed tokens."""
+        """Sequences of the layers in pages, one for each window and number of removed tokens.
+
+        Those of residual windows follow, in the same order.
+        """
         if self._groups.num_changes != self._num_changes:
             self._find_groups()
         return self._sequences
@@ -207,7 +214,7 @@ class Cache:
     @property
     def num_pages_held(self) -> int:
         """Pages that hold tokens of this cache or its forks; a shared page counts once."""
-        return sum(sequences.num_pages_held for sequences in self.sequences)
+        return sum(x.num_pages_held for x in self.sequences if x.is_required)
 
     @property
     def nbytes(self) -> int:
@@ -221,10 +228,8 @@ class Cache:
         Raises:
             OutOfPages: as ``Sequences.reserve``; nothing was changed.
         """
-        with ExitStack() as stack:
-            for sequences in self.sequences:
-                own_end = end + layer.num_removed - self._removed[sequences]
-                stack.enter_context(sequences.reserving(rows, own_end))
+        end += layer.num_removed
+        with reserving({x: end - self._removed[x] for x in self.sequences}, rows):
             yield
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -317,7 +322,7 @@ class Cache:
             step()
         self.is_inconsistent = False
 
-    def forks(self) -> dict[Sequences | None, Sequences | None]:
+    def forks(self) -> dict[Sequences, Sequences]:
         """Fork each of ``sequences``, for forks of the layers that share them."""
         self._find_groups()
         return {sequences: sequences.fork() for sequences in self.sequences}
@@ -329,7 +334,7 @@ class Cache:
         """
         self.expect_consistent()
         forks = self.forks()
-        return Cache((layer.fork(forks.get(layer.sequences)) for layer in self.layers), self._make_layer)
+        return Cache((layer.fork(forks) for layer in self.layers), self._make_layer)
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -340,10 +345,13 @@ class Cache:
     def regroup(self) -> None:
         """Let layers share sequences again, after each of them was reset."""
         whole, numbers = [layer for layer in self._paged if layer.window is None], set[int]()
+        residual: Sequences | None = None
         for layer in whole:
             first = whole[0].sequences
             if layer.sequences.format == first.format and layer.index not in numbers:
                 layer.sequences = first
+                residual = residual or layer.residual
+                layer.residual = None if layer.residual is None else residual
                 numbers.add(layer.index)
         self._find_groups()
         self.is_inconsistent = False
@@ -365,7 +373,10 @@ class Cache:
             layer.groups = self._groups
         self._removed = {layer.sequences: layer.num_removed for layer in self._paged}
         # Groups of full attention first: they need the most pages, so a lack of pages shows at once.
-        self._sequences = sorted(self._removed, key=lambda sequences: sequences.window is not None)
+        first = sorted(self._removed, key=lambda sequences: sequences.window is not None)
+        beside = {layer.residual: layer for layer in self._paged if layer.residual is not None}
+        self._removed |= {residual: layer.num_removed for residual, layer in beside.items()}
+        self._sequences = [*first, *sorted(beside, key=lambda x: first.index(beside[x].sequences))]
         self._num_changes = self._groups.num_changes
 
     def _choose(self, rows_of: Callable[[Any, int], list[int]], given: Any) -> None:

@@ -7,7 +7,7 @@ its pool, so in the pool of the other layers a short layer would take as much as
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from kvloom.caches.pages import Pages
 from kvloom.caches.sequences import Sequences
@@ -23,6 +23,7 @@ class Groups:
     def __init__(self) -> None:
         self.num_changes = 0
         self._begun: WeakValueDictionary[tuple[int, int], Sequences] = WeakValueDictionary()
+        self._residuals: WeakKeyDictionary[Sequences, Sequences] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         """Pickle without groups: loaded layers keep their sequences, and join no others."""
@@ -49,20 +50,22 @@ class Groups:
                 return found
         return Sequences(Pages(old.format), None, old.rollback)
 
-    def move(self, old: Sequences, new: Sequences, layer: int, num_tokens: int, num_removed: int) -> None:
-        """Record that a layer moved from ``old`` to ``new``; free its storage in ``old`` if unused."""
+    def residual_of(self, begun: Sequences) -> Sequences | None:
+        """The residual window beside a result of ``find``; ``None`` without one."""
+        found = self._residuals.get(begun)
+        if found is None and (found := begun.of_residual()) is not None:
+            self._residuals[begun] = found
+        return found
+
+    def move(
+        self, old: Iterable[Sequences], new: Sequences, layer: int, num_tokens: int, num_removed: int
+    ) -> None:
+        """Record that a layer moved from ``old`` to ``new``; free its storages in ``old`` if unused."""
         self._begun[num_tokens, num_removed] = new
         self.num_changes += 1
-        if _is_alone(old) and not old.pages.is_kept:
-            old.storages.pop(layer, None)
-            if old.residual is not None:
-                old.residual.storages.pop(layer, None)
-
-
-def with_residuals(groups: Iterable[Sequences]) -> list[Sequences]:
-    """Groups of sequences, followed by those of their residual windows."""
-    groups = list(groups)
-    return groups + [group.residual for group in groups if group.residual is not None]
+        for sequences in old:
+            if _is_alone(sequences) and not sequences.pages.is_kept:
+                sequences.storages.pop(layer, None)
 
 
 def _is_alone(sequences: Sequences) -> bool:

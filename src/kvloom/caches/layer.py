@@ -6,7 +6,7 @@ head dims. Layers are for inference: returned tensors have no gradient.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ConfigError, ShapeError, StateError
 
 _Layer = TypeVar("_Layer", bound="Layer")
+Forks: TypeAlias = Mapping[Sequences, Sequences]
+"""The fork of each of some sequences."""
 
 
 class Layer(ABC):
@@ -66,9 +68,6 @@ class Layer(ABC):
 
         Returns:
             The tokens that attention reads, the new ones included. Valid until the layer changes.
-
-        Raises:
-            UnsupportedError: the layer has tokens of two formats.
         """
         self._expect_fits(key, value)
         result = self._append(detached(key), detached(value))
@@ -81,7 +80,6 @@ class Layer(ABC):
 
         Raises:
             StateError: before the first update.
-            UnsupportedError: the layer has tokens of two formats.
         """
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -257,16 +255,16 @@ class Layer(ABC):
         self.assignment.clear()
         self._reset()
 
-    def fork(self: _Layer, sequences: Sequences | None = None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
+    def fork(self: _Layer, forks: Forks | None = None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
         """Another layer of the same tokens; tokens that one stores are not seen by the other.
 
         Args:
-            sequences: A fork of this layer's sequences, if it has any; ``None`` to fork them here.
+            forks: Forks of the sequences that this layer shares; ``None`` to fork them here.
         """
         self.expect_settled()
         other = object.__new__(type(self))
         vars(other).update(vars(self), assignment=Assignment())
-        other._hold_alone(sequences)
+        other._hold_alone(forks)
         return other
 
     @abstractmethod
@@ -296,8 +294,8 @@ class Layer(ABC):
     def _reset(self) -> None: ...
 
     @abstractmethod
-    def _hold_alone(self, sequences: Sequences | None) -> None:
-        """Separate a fork from its layer, with ``sequences`` if layers share them."""
+    def _hold_alone(self, forks: Forks | None) -> None:
+        """Separate a fork from its layer, with ``forks`` of the sequences that layers share."""
 
     def _expect_held(self, kept: int, given: int) -> None:
         """Raise StateError if the next token would see evicted ones when ``kept`` tokens remain."""

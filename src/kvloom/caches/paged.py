@@ -5,7 +5,7 @@ Shapes: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.groups import Groups
-from kvloom.caches.layer import Layer
+from kvloom.caches.layer import Forks, Layer
 from kvloom.caches.pages import Run
+from kvloom.caches.placement import advance
 from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.sequences import Sequences
+from kvloom.caches.sequences import Sequences, reserving
 from kvloom.caches.storage import Storage
 from kvloom.caches.token_index import BLOCK, PARTIAL, Step, TokenIndex
 from kvloom.caches.tokens import Exact, Tokens
@@ -39,8 +40,12 @@ class PagedLayer(Layer):
         format: Format of the tokens.
         sequences: Sequences that the layers of a cache share; ``None`` for new ones of this layer alone.
         index: Number of this layer among those that share ``sequences``.
+        residual: Sequences of its residual window, which the same layers share; ``None`` for new ones, if the
+            format has one.
 
     Attributes:
+        residual: The same rows in their residual window, where tokens are unquantized beside their codes;
+            ``None`` without one.
         num_removed: Difference between tokens seen and tokens held, after ``keys`` and ``values`` of another
             length were assigned; negative if longer ones were.
         groups: Groups of the layers of its cache: layers with the same number of tokens share sequences.
@@ -52,11 +57,30 @@ class PagedLayer(Layer):
     num_removed: int = 0
     is_indexed: bool = False
 
-    def __init__(self, format: CacheFormat, sequences: Sequences | None = None, index: int = 0) -> None:
+    def __init__(
+        self,
+        format: CacheFormat,
+        sequences: Sequences | None = None,
+        index: int = 0,
+        residual: Sequences | None = None,
+    ) -> None:
         super().__init__()
         self.sequences = Sequences(format) if sequences is None else sequences
         self.index = index
+        self.residual: Sequences | None = None
+        if self.format.recent:
+            self.residual = self.sequences.of_residual() if residual is None else residual
         self.groups = Groups()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "residual" not in state:  # in files of earlier releases the sequences had it
+            self.residual = self.sequences.loaded_residual if self.format.recent else None
+
+    @property
+    def all_sequences(self) -> list[Sequences]:
+        """The sequences, and those of the residual window."""
+        return [self.sequences] if self.residual is None else [self.sequences, self.residual]
 
     @property
     def size(self) -> int:
@@ -87,7 +111,7 @@ class PagedLayer(Layer):
         try:
             result = tokens.gather(key.dtype)
         except BaseException:
-            self.sequences.take_back(self.sequences.size, num_positions)
+            self._take_back(self.size, num_positions)
             raise
         self.num_tokens += key.shape[2]
         return result
@@ -103,8 +127,7 @@ class PagedLayer(Layer):
     @property
     def _residual_storage(self) -> Storage | None:
         """The tensors of the residual window of this layer; ``None`` without one."""
-        residual = self.sequences.residual
-        return None if residual is None else residual.storages.get(self.index)
+        return None if self.residual is None else self.residual.storages.get(self.index)
 
     def _append_at_once(self, key: Tensor, value: Tensor) -> Tokens | None:
         """Fast path: store new tokens of a step that another layer began, and return what attention reads.
@@ -120,8 +143,8 @@ class PagedLayer(Layer):
             return None
         if step.start != self.num_tokens:
             return self._advance(key, value) if step.end == self.num_tokens else None
-        residual, newest, exact = sequences.residual, None, None
-        if residual is not None and storage.has_codes:
+        residual, newest, exact = self.residual, None, None
+        if residual is not None:
             newest, exact = residual.step, residual.pages.storages.get(self.index)
             if newest is None or exact is None or newest.stride != exact.stride or newest[:2] != step[:2]:
                 return None
@@ -137,16 +160,20 @@ class PagedLayer(Layer):
 
     def _advance(self, key: Tensor, value: Tensor) -> Tokens | None:
         """Begin a step of one token that follows from the last step, and store it; ``None`` as above."""
-        sequences, num_tokens = self.sequences, self.num_tokens
-        if key.ndim != 4 or key.shape[2] != 1 or not sequences.advance():
+        if key.ndim != 4 or key.shape[2] != 1 or not advance(self.all_sequences):
             return None
         tokens = None
         try:
             tokens = self._append_at_once(key, value)
         finally:
             if tokens is None:
-                sequences.take_back(sequences.size, num_tokens)
+                self._take_back(self.size, self.num_tokens)
         return tokens
+
+    def _take_back(self, size: int, num_positions: int) -> None:
+        """``Sequences.take_back``, in the residual window, too."""
+        for sequences in self.all_sequences:
+            sequences.take_back(size, num_positions)
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)
@@ -161,20 +188,18 @@ class PagedLayer(Layer):
         storage, sequences = self.storage, self.sequences
         if storage is None:
             storage = Storage.of(self.format, key, value, self.format.page_size, is_gathered=is_gathered)
-        residual, exact = sequences.residual, self._residual_storage
-        if residual is not None and exact is None and storage.has_codes:
+        residual, exact = self.residual, self._residual_storage
+        if residual is not None and exact is None:
             exact = Storage.of(residual.format, key, value, residual.format.page_size)
-        end, size, positions = self.num_tokens + key.shape[2], sequences.size, sequences.num_positions
-        sequences.reserve(key.shape[0], end)
-        try:
+        end = self.num_tokens + key.shape[2]
+        with reserving(dict.fromkeys(self.all_sequences, end), key.shape[0]):
             sequences.pages.num_writes += 1
             sequences.pages.fit(storage)
             if residual is not None and exact is not None:
+                if (residual.begins, residual.num_positions) != (sequences.begins, sequences.num_positions):
+                    raise StateError("rows of a residual window must be changed as those beside it")
                 residual.pages.fit(exact)
             result = store(storage, exact, key, value)
-        except BaseException:
-            sequences.take_back(size, positions)
-            raise
         sequences.storages[self.index] = storage
         if residual is not None and exact is not None:
             residual.storages[self.index] = exact
@@ -190,7 +215,7 @@ class PagedLayer(Layer):
             source, visible = storage, sequences.place(start - self._num_visible, end, storage, end - start)
             step = sequences.begin(start, end, storage, visible)
             storage.store(key, value, step.slots, step.positions)
-        residual = sequences.residual
+        residual = self.residual
         read = None if residual is None or exact is None else self._store_newest(residual, exact, key, value)
         return Tokens(source.view, visible, sequences.window, None, storage.transform, read)
 
@@ -266,22 +291,28 @@ class PagedLayer(Layer):
             self.sequences.own_pages()
             index = self.sequences.place(start, self.num_tokens, storage)
             storage.replace(new, index.own_slots(), index.positions())
-            self.sequences.forget_residual()
+            self._forget_residual()
+
+    def _forget_residual(self) -> None:
+        if self.residual is not None:
+            self.residual.forget()
 
     def _move(self, key: Tensor, value: Tensor, storage: Storage) -> None:
         """Replace all tokens by these, in an empty storage and in the sequences of their length."""
         old, end = self.sequences, key.shape[2]
         num_removed = self.num_removed + self.num_tokens - end
         new = self.groups.find(old, self.index, end, num_removed)
-        with new.reserving(old.size, end):
+        residual = None if self.residual is None else self.groups.residual_of(new)
+        with reserving(dict.fromkeys([new] if residual is None else [new, residual], end), old.size):
             new.pages.num_writes += 1
             new.pages.fit(storage)
             index = new.place(0, end, storage)
             storage.store(key, value, index.slots, index.positions())
-        new.forget_residual()
         new.storages[self.index] = storage
-        self.groups.move(old, new, self.index, end, num_removed)
+        self.groups.move(self.all_sequences, new, self.index, end, num_removed)
         self.sequences, self.num_tokens, self.num_removed = new, end, num_removed
+        self.residual = residual
+        self._forget_residual()
 
     def stored(self) -> Tokens:
         """Tokens of ``keys`` and ``values``, not gathered.
@@ -294,7 +325,7 @@ class PagedLayer(Layer):
             raise StateError("gather needs a cache to which tokens were appended")
         start = self.num_tokens - self.num_columns
         index = self._holding(self.sequences).place(start, self.num_tokens, storage)
-        found, residual = storage.tokens(index, self.sequences.window), self.sequences.residual
+        found, residual = storage.tokens(index, self.sequences.window), self.residual
         exact, end = self._residual_storage, self.num_tokens
         if residual is None or exact is None:
             return found
@@ -336,23 +367,27 @@ class PagedLayer(Layer):
         return "those that have index keys" if self.is_indexed else super()._num_fixed
 
     def _truncate(self, num_tokens: int) -> None:
-        if self.sequences.size and self.sequences.num_positions > num_tokens:
-            self.sequences.remove([self.sequences.num_positions - num_tokens] * self.sequences.size)
+        for x in self.all_sequences:
+            if x.size and x.num_positions > num_tokens:
+                x.remove([x.num_positions - num_tokens] * x.size)
         self.num_tokens = num_tokens
 
     def _select(self, rows: list[int]) -> None:
-        self.sequences.select(rows)
+        for sequences in self.all_sequences:
+            sequences.select(rows)
 
     def _reset(self) -> None:
         """Free the memory; the next tokens may have other shapes."""
         self.dtype = None
         self.num_tokens = self.num_removed = 0
         self.sequences.is_recording = False
-        self.sequences.clear()
+        for sequences in self.all_sequences:
+            sequences.clear()
 
-    def _hold_alone(self, sequences: Sequences | None) -> None:
-        self.sequences = self.sequences.fork() if sequences is None else sequences
-        self.groups = Groups()
+    def _hold_alone(self, forks: Forks | None) -> None:
+        forks = {x: x.fork() for x in self.all_sequences} if forks is None else forks
+        self.sequences, self.groups = forks[self.sequences], Groups()
+        self.residual = None if self.residual is None else forks[self.residual]
 
     def _holding(self, sequences: Sequences) -> Sequences:
         """Sequences that match this layer's tokens: those before the step if only other layers made it."""

@@ -71,8 +71,7 @@ class Pages:
 
     Attributes:
         needs_positions: Whether a layer stores keys that depend on their positions in the text.
-        residual: Pages of the residual window, unquantized, of the layers that keep codes; ``None`` without
-            one.
+        least: Pages that ``keep`` allocates; those of ``max_tokens`` if ``None``.
     """
 
     def __init__(self, format: CacheFormat, is_kept: bool = False, policy: str = "lru") -> None:
@@ -80,10 +79,7 @@ class Pages:
         self.needs_positions = any(x.needs_positions for x in format.layers or (format,))
         self.is_window: bool = False  # sequences hold few pages each: the pool grows only by need
         self.most: int | None = None  # pages of one sequence of a window, beyond which it grows only by need
-        self.residual: Pages | None = None
-        if format.recent:  # kept pages have the size of pages of codes
-            self.residual = Pages(format.residual(format.page_size if is_kept else _RESIDUAL))
-            self.residual.is_window = True
+        self.least: int | None = None
         self.is_kept = False
         self.policy = policy
         self.pool = PagePool(0, policy)
@@ -96,16 +92,34 @@ class Pages:
 
     def __reduce__(self) -> Any:
         """Pickle no pages: their holders save them."""
-        return (
-            Pages,
-            (self.format, False, self.policy),
-            {"residual": self.residual, "is_window": self.is_window, "most": self.most},
-        )
+        state = {"is_window": self.is_window, "most": self.most, "least": self.least}
+        return Pages, (self.format, False, self.policy), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        residual: Pages | None = state.pop("residual", None)
+        if residual is not None:  # of earlier releases
+            residual.least = _num_residual(self.format)
+        vars(self).update(state)
+
+    def of_residual(self) -> Pages | None:
+        """Make pages for the residual window of layers in these pages; ``None`` without one."""
+        if not self.format.recent:
+            return None
+        pages = Pages(self.format.residual(self.format.page_size if self.is_kept else _RESIDUAL))
+        pages.is_window, pages.least = True, _num_residual(self.format)
+        if self.is_kept:
+            pages.keep()
+        return pages
 
     @property
     def stride(self) -> int:
         """Pages in the longest extent."""
         return -(-self.pool.num_pages // self.pool.num_extents)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated in all layers."""
+        return sum(storage.nbytes for storage in self.storages.values())
 
     @property
     def num_spare(self) -> int:
@@ -120,14 +134,8 @@ class Pages:
         return self.format.kind(*head_dims)
 
     def keep(self) -> None:
-        """Allocate all ``max_tokens`` for good, as ``is_kept`` does, and a share for residual windows."""
-        num_pages = self.format.max_pages or 0
-        self._keep(num_pages)
-        if self.residual is not None:
-            end = -(-(num_exact(self.format.recent) + 1) // self.format.page_size) + 1
-            self.residual._keep(max(num_pages // _SHARE, _ENDS * end))
-
-    def _keep(self, num_pages: int) -> None:
+        """Allocate ``least`` pages, or all ``max_tokens``, for good, as ``is_kept`` does."""
+        num_pages = self.format.max_pages or 0 if self.least is None else self.least
         expect_memory(
             f"max_tokens of {counted(num_pages, 'page')}", num_pages * _PAGE_BYTES, torch.device("cpu")
         )
@@ -321,3 +329,9 @@ class Pages:
                 f"got {self.format.max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
             )
         return min(wanted, limit)
+
+
+def _num_residual(format: CacheFormat) -> int:
+    """Number of pages that are kept for the residual windows of layers of this format."""
+    end = -(-(num_exact(format.recent) + 1) // format.page_size) + 1
+    return max((format.max_pages or 0) // _SHARE, _ENDS * end)

@@ -41,8 +41,6 @@ class Placement:
             valid column.
         is_exact: For each sequence of a residual window, whether it had every token that was to be read from
             it.
-        residual: The same sequences in their residual window, where tokens are unquantized beside their
-            codes; ``None`` without one.
         is_recording: Whether what the window evicts is kept until tokens are removed.
         previous: The state before the step, if the step's tokens alone fill the window.
         begins: Position of the first token of each sequence; after the last one if it has not begun.
@@ -54,7 +52,6 @@ class Placement:
         self.pages, self.window, self.rollback, self.is_required = pages, window, rollback, is_required
         self.is_exact: list[bool] = []
         self.is_recording = False
-        self.residual: Placement | None = None
         self.previous: Placement | None = None
         self.begins: list[int] = []
         self.num_positions = 0
@@ -153,21 +150,20 @@ class Placement:
         return step
 
     def advance(self) -> bool:
-        """Begin a step of one token that follows from the last step, in the residual window, too.
+        """Begin a step of one token that follows from the last step.
 
         Returns:
             Whether ``step`` is the new one, for which there is room. If not, nothing was changed: the last
             step had another number of tokens, a window evicts a page, tokens are missing in it, or a sequence
             needs another page.
         """
-        step = self._next_step()
-        if step is None or (self.residual is not None and not self.residual.advance()):
-            return False
+        return advance([self])
+
+    def _take(self, step: Step) -> None:
         for table in self._tables:
             table.fill(1)
         self._tokens.clear()
         self.step, self.num_positions = step, step.end
-        return True
 
     def _next_step(self) -> Step | None:
         """Step after the last one, whose slots and lengths are larger by 1; ``None`` if it is not so easy."""
@@ -324,3 +320,15 @@ class Placement:
         self._tokens.clear()
         self.step = None
         self._run = "unknown"
+
+
+def advance(groups: Sequence[Placement]) -> bool:
+    """``Placement.advance`` of rows in several groups, in all or in none."""
+    steps = list[Step]()
+    for rows in groups:
+        if (step := rows._next_step()) is None:
+            return False
+        steps.append(step)
+    for rows, step in zip(groups, steps, strict=True):
+        rows._take(step)
+    return True

@@ -119,9 +119,10 @@ class PrefixCache:
             for i in layers:
                 self._codes[i] = len(groups)
             groups.append(PrefixGroup(pages, window))
-            if pages.residual is not None:
-                pages.residual.add_layers(layers, heads, dims, dtype, device)
-                residuals.append(PrefixGroup(pages.residual, format.residual_window(window)))
+            residual = pages.of_residual()
+            if residual is not None:
+                residual.add_layers(layers, heads, dims, dtype, device)
+                residuals.append(PrefixGroup(residual, format.residual_window(window)))
         self._residuals = [len(groups) + i for i in self._codes] if residuals else []
         self.prefixes = Prefixes(groups + residuals)
         self._sequences: dict[PrefixSequence, None] = {}  # those that have not ended
@@ -183,7 +184,7 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated in all layers, scales and residual windows included."""
-        return sum(x.nbytes for group in self.prefixes.groups for x in group.storages.values())
+        return sum(group.pages.nbytes for group in self.prefixes.groups)
 
     @whole
     def begin(self, tokens: Iterable[int], salt: str = "") -> PrefixSequence:

@@ -1,7 +1,7 @@
 """The sequences of a cache: the pages they hold, shared by its layers and, copy-on-write, by its forks."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,15 +47,10 @@ class Sequences(Placement):
         super().__init__(pages, window, rollback, is_required=is_required)
         if window is not None:
             self.pages.most = self.most_pages
-        self.residual: Sequences | None = None
-        if self.pages.residual is not None:
-            # A prefix is found by its last full page, which ends up to a page before the text does.
-            kept = RESIDUAL_ROLLBACK + (self.format.page_size if self.pages.is_kept else 0)
-            newest = self.format.residual_window(window)
-            self.residual = Sequences(self.pages.residual, newest, kept, is_required=False)
         self.requests: list[int] = []  # of new sequences, for events
         self.is_padded = False
         self.previous: Sequences | None = None
+        self.loaded_residual: Sequences | None = None  # of files of earlier releases
         weakref.finalize(self, release_all, self._tables)
         self.pages.users.add(self)
 
@@ -63,42 +58,39 @@ class Sequences(Placement):
         """Pickle the held pages, each once, even if other sequences that hold them are saved, too."""
         places = save_tables(self.pages, self._tables)
         made_of = self.pages, self.window, self.rollback, self.is_required
-        attributes = self.is_recording, self.previous, self.residual, self.is_exact
-        positions = self.begins, self._first, self.num_positions
-        return _load, (made_of, (*attributes, self._stale, self.is_padded), places, *positions)
+        attributes = self.is_recording, self.previous, None, self.is_exact, self._stale, self.is_padded
+        return _load, (made_of, attributes, places, self.begins, self._first, self.num_positions)
 
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes allocated for residual windows, those of other sequences on the same pages included."""
-        residual = self.pages.residual
-        return 0 if residual is None else sum(storage.nbytes for storage in residual.storages.values())
+    def of_residual(self) -> "Sequences | None":
+        """Make the rows of the residual window beside these, which must be empty; ``None`` without one."""
+        pages = self.pages.of_residual()
+        if pages is None:
+            return None
+        # A prefix is found by its last full page, which ends up to a page before the text does.
+        kept = RESIDUAL_ROLLBACK + (self.format.page_size if self.pages.is_kept else 0)
+        return Sequences(pages, self.format.residual_window(self.window), kept, is_required=False)
 
     @whole
     def adopt(self, tables: Sequence[PageTable], begins: Sequence[int], end: int) -> None:
-        """Hold these sequences, whose pages are filled; none of their tokens is in a residual window.
+        """Hold these sequences, whose pages are filled.
 
         Args:
-            tables: Page table of each sequence; with a window, of the last pages only.
+            tables: Page table of each sequence; with a window, of the last pages only. An empty one of a
+                residual window lets all these tokens be read as codes.
             begins: Position of the first token of each sequence: the padding in front of it.
             end: Position after the last tokens.
         """
         size, firsts = self.format.page_size, []
         for table, begin in zip(tables, begins, strict=True):
-            num_pages = -(-max(end - begin, 0) // size)
-            firsts.append(begin + (num_pages - table.num_pages) * size)
+            length = max(end - begin, 0)
+            firsts.append(begin + min(-(-length // size) - table.num_pages, length // size) * size)
+        self._stale = [0 if table.num_pages else end for table in tables]
         self._replace(list(tables), begins, firsts, end)
-        self.is_exact, self.is_padded, self._stale = [True] * len(tables), any(begins), [0] * len(tables)
-        if (residual := self.residual) is not None:
-            firsts = [begin + residual._in_pages(max(end - begin, 0)) for begin in self.begins]
-            residual._replace(residual._new_tables(self.size), self.begins, firsts, end)
-            residual.is_exact, residual.is_padded = [True] * self.size, self.is_padded
-            residual._stale = [end] * self.size
+        self.is_exact, self.is_padded = [True] * len(tables), any(begins)
 
-    def forget_residual(self) -> None:
-        """Read all tokens so far as codes: those in the residual window are stale."""
-        if self.residual is not None:
-            self.residual._stale = [self.num_positions] * self.size
-            self.residual.step = None
+    def forget(self) -> None:
+        """Read all tokens so far as codes: those in this residual window are stale."""
+        self._stale, self.step = [self.num_positions] * self.size, None
 
     def reserve(self, batch: int, end: int) -> None:
         """Give each of ``batch`` sequences room for the positions before ``end``, if it does not have it.
@@ -112,18 +104,12 @@ class Sequences(Placement):
         """
         if self._tables and len(self._tables) != batch:
             raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
-        start, size = self.num_positions, self.size
+        start = self.num_positions
         if self._tables and end <= start:
             return
         if end == start + 1 and self.advance():
             return
         self._reserve(batch, start, end)
-        if self.residual is not None:
-            try:
-                self.residual.reserve(batch, end)
-            except BaseException:
-                self._take_back(size, start)
-                raise
 
     @whole
     def _reserve(self, batch: int, start: int, end: int) -> None:
@@ -157,17 +143,6 @@ class Sequences(Placement):
         self._tables[:], self.begins[:], self._first[:] = tables, begin, first
         self.num_positions = end
 
-    @contextmanager
-    def reserving(self, batch: int, end: int) -> Iterator[None]:
-        """Context in which the positions are reserved; if it raises, the room is released."""
-        size, start = self.size, self.num_positions
-        self.reserve(batch, end)
-        try:
-            yield
-        except BaseException:
-            self.take_back(size, start)
-            raise
-
     @whole
     def own_pages(self) -> None:
         """Copy every page that others hold, too, so that stored tokens can be overwritten.
@@ -197,7 +172,6 @@ class Sequences(Placement):
             StateError: as ``expect_removable``; nothing was changed.
         """
         self.expect_removable(counts)
-        removed = counts
         if not self.is_required:  # by the longest text so far, and not by what happens to be in pages
             oldest = self.num_positions - num_exact(self.window or 0)
             self._stale = [max(x, oldest) for x in self._stale]
@@ -222,8 +196,6 @@ class Sequences(Placement):
         if self.is_recording:
             self._drop_front(self.num_positions)
         self._changed()
-        if self.residual is not None:
-            self.residual.remove(removed)
 
     @whole
     def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salts: Sequence[str]) -> None:
@@ -267,16 +239,11 @@ class Sequences(Placement):
         self._replace([table.fork() for table in tables], begin, first, self.num_positions)
         self.is_exact = [self.is_exact[i] for i in indices]
         self._stale = [self._stale[i] for i in indices]
-        if self.residual is not None:
-            self.residual.select(indices)
 
     @whole
     def fork(self) -> "Sequences":
         """New sequences with the same tokens on the same pages."""
-        other = self._twin([table.fork() for table in self._tables])
-        if self.residual is not None:
-            other.residual = self.residual.fork()
-        return other
+        return self._twin([table.fork() for table in self._tables])
 
     @whole
     def clear(self) -> None:
@@ -284,23 +251,12 @@ class Sequences(Placement):
         self._replace([], [], [], 0)
         self.is_exact, self.is_padded, self._stale = [], False, []
         self.pages.give_back()
-        if self.residual is not None:
-            self.residual.clear()
 
     @whole
     def take_back(self, size: int, num_positions: int) -> None:
         """Undo the last ``reserve``, before which there were ``size`` sequences of ``num_positions``."""
         if not size:
             self.clear()
-            return
-        self._take_back(size, num_positions)
-        if self.residual is not None:
-            self.residual._take_back(size, num_positions)
-
-    def _take_back(self, size: int, num_positions: int) -> None:
-        if not size:
-            self._replace([], [], [], 0)
-            self.pages.give_back()
             return
         added = self.num_positions - num_positions
         if added and self.previous is not None:
@@ -371,6 +327,22 @@ class Sequences(Placement):
             self._run = "unknown"
 
 
+@contextmanager
+def reserving(ends: Mapping[Sequences, int], batch: int) -> Iterator[None]:
+    """Context in which each of ``ends`` is reserved, or none; if it raises, the room is released."""
+    before = list[tuple[Sequences, int, int]]()
+    try:
+        for sequences, end in ends.items():
+            size, start = sequences.size, sequences.num_positions
+            sequences.reserve(batch, end)
+            before.append((sequences, size, start))
+        yield
+    except BaseException:
+        for sequences, size, start in reversed(before):
+            sequences.take_back(size, start)
+        raise
+
+
 def _load(
     made_of: tuple[Pages, int | None, int, bool],
     attributes: tuple[Any, ...],
@@ -378,7 +350,7 @@ def _load(
     *positions: Any,
 ) -> Sequences:
     sequences = Sequences(*made_of[:3], is_required=made_of[3])
-    sequences.is_recording, sequences.previous, sequences.residual = attributes[:3]
+    sequences.is_recording, sequences.previous, sequences.loaded_residual = attributes[:3]
     sequences.is_exact, sequences._stale, sequences.is_padded = attributes[3:]
     if isinstance(sequences._stale, int):  # one for all, as in files of earlier releases
         sequences._stale = [sequences._stale] * len(tables)

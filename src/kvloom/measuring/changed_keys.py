@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.positions import positions_of
-from kvloom.integrations.transformers.text_config import head_dim_of, text_config_of
+from kvloom.integrations.transformers.models.positions import positions_of
+from kvloom.integrations.transformers.models.text_config import head_dim_of, text_config_of
 from kvloom.measuring.key_statistics import KeyStatistics
 from kvloom.measuring.quality import expect_decoder
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.attention import IMPLEMENTATION
-from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
-from kvloom.integrations.transformers.positions import expect_positions
+from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION
+from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
+from kvloom.integrations.transformers.models.positions import expect_positions
 
 STOCK = "DynamicCache"
 

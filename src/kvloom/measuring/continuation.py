@@ -37,8 +37,8 @@ def write(
         ArgumentError: the prompt has no token, or too many; or the model is not supported.
     """
     from kvloom.integrations.transformers import KVCache, Streamer
-    from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
-    from kvloom.integrations.transformers.positions import room_behind
+    from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+    from kvloom.integrations.transformers.models.positions import room_behind
 
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:

@@ -14,11 +14,11 @@ from kvloom.core.entries import CODES, Entry, group_for
 from kvloom.core.spelling import parse_kind
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
-from kvloom.integrations.transformers.cache_argument import as_argument
-from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.positions import expect_positions
-from kvloom.integrations.transformers.text_config import (
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+from kvloom.integrations.transformers.models.bit_plan import BitPlan, config_digest
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.positions import expect_positions
+from kvloom.integrations.transformers.models.text_config import (
     head_dim_of,
     head_dims_of,
     layer_configs,

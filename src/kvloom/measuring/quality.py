@@ -21,11 +21,11 @@ from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.build import StatefulLayer, keeps_states_elsewhere
-from kvloom.integrations.transformers.cache_argument import as_argument
-from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.positions import expect_positions
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import StatefulLayer, keeps_states_elsewhere
+from kvloom.integrations.transformers.models.positions import expect_positions
+from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.measuring.compare import STOCK, cache_of
 from kvloom.measuring.head_errors import HeadErrors
 
@@ -240,7 +240,7 @@ class _Entrant:
         kept = [_nbytes_of(vars(layer)) for layer in layers]
         is_lost = [isinstance(x, StatefulLayer) and not n for x, n in zip(layers, kept, strict=True)]
         has_states_alone = all(getattr(self._cache, "is_linear", [False]))  # some continue these inexactly
-        is_elsewhere = keeps_states_elsewhere(self._model, layers)
+        is_elsewhere = keeps_states_elsewhere(self._model)
         if not any(kept) or any(is_lost) or has_states_alone or is_elsewhere:
             raise UnsupportedError(
                 f"model must keep what it has read in its cache alone, got {type(self._model).__name__}"
@@ -270,8 +270,8 @@ def _nbytes_recent(pages: PagedLayer | FixedLayer, num_rows: int) -> float:
     """Bytes of the residual window of a sequence of ``LONG`` tokens."""
     if not isinstance(pages, PagedLayer) or not pages.nbytes_recent:
         return pages.nbytes_recent / num_rows
-    residual = Sequences(pages.sequences.format, pages.window).residual
-    exact = pages.sequences.residual
+    residual = Sequences(pages.sequences.format, pages.window).of_residual()
+    exact = pages.residual
     if residual is None or exact is None:
         return 0.0
     residual.reserve(1, LONG)

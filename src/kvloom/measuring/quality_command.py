@@ -147,7 +147,7 @@ def _expect_after(after: int | None, window: int) -> None:
 
 def _within_positions(model: Any, window: int | str | None) -> int:
     """The given window, or one of ``_WINDOW`` tokens if the model has as many positions."""
-    from kvloom.integrations.transformers.positions import expect_positions, positions_of
+    from kvloom.integrations.transformers.models.positions import expect_positions, positions_of
 
     longest = positions_of(model)
     if window is None:

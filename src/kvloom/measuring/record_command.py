@@ -23,8 +23,8 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     prompts = [_read(path) for path in args.prompt_file]
     model, tokenizer = load(args.model)
     from kvloom.integrations.transformers import KVPool
-    from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
-    from kvloom.integrations.transformers.positions import room_behind
+    from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+    from kvloom.integrations.transformers.models.positions import room_behind
 
     model.generation_config.cache_implementation = None  # kvloom's cache is used
     size = args.page_size

@@ -23,17 +23,15 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer
 
-from kvloom.caches import CacheFormat
 from kvloom.core.entries import Entry
 from kvloom.core.specs import entry_of
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
-from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
-from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.invariance import packable_bytes
-from kvloom.integrations.transformers.layers import KVCacheLayer, kept_by
-from kvloom.integrations.transformers.loading import is_seeing
-from kvloom.integrations.transformers.text_config import names_rank
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of
+from kvloom.integrations.transformers.models.loading import is_seeing
+from kvloom.integrations.transformers.models.text_config import names_rank
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
 """Kinds of layers: attention to all tokens, to a window, by latents; attention beside a recurrent state, a
@@ -94,13 +92,14 @@ class ModelShape:
                 f"config must be of a decoder alone, got the encoder and decoder of {type(config).__name__}"
             )
         model, seen = _run_without_data(config)
-        layers = make_layers(model, CacheFormat())
-        for layer in layers:
-            if not isinstance(layer, (KVCacheLayer, DummyLayer, StatefulLayer)):
-                raise UnsupportedError(
-                    f"config must have layers of keys and values or of recurrent states, got "
-                    f"{kept_by(layer)} in {type(config).__name__}"
-                )
+        layers = layers_of(model)
+        if any(x.tokens for x in layers):  # others have a cache of transformers' own
+            expect_use(model, "cache", layers)
+        if foreign := next((x.keeps for x in layers if x.is_foreign), None):
+            raise UnsupportedError(
+                f"config must have layers of keys and values or of recurrent states, got {foreign} in "
+                f"{type(config).__name__}"
+            )
         text = config.get_text_config(decoder=True)
         return cls(
             text,
@@ -151,7 +150,7 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         return super().update_indexer(indexer_key_states, layer_idx)
 
 
-_AUTO_CLASSES: Final = [
+AUTO_CLASSES: Final = [
     getattr(transformers, name)
     for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
     if hasattr(transformers, name)
@@ -159,7 +158,7 @@ _AUTO_CLASSES: Final = [
 """Auto classes of models that generate text, multimodal ones included."""
 
 
-def _model_of(config: Any, *, sees: bool = False) -> Any:
+def model_of(config: Any, *, sees: bool = False) -> Any:
     """Make the model of a configuration without quantized weights, on torch's default device.
 
     Of some there is one with a tower of pictures and one without; ``sees`` prefers the former.
@@ -167,7 +166,7 @@ def _model_of(config: Any, *, sees: bool = False) -> Any:
     config = copy.deepcopy(config)  # in which transformers writes how it attends
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    found = [x for x in _AUTO_CLASSES if type(config) in x._model_mapping] or [AutoModelForCausalLM]
+    found = [x for x in AUTO_CLASSES if type(config) in x._model_mapping] or [AutoModelForCausalLM]
     auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
     return auto.from_config(config, attn_implementation="eager", dtype=_dtype_of(config)).eval()
 
@@ -196,8 +195,8 @@ def _weights_of(config: Any, model: Any) -> int:
     if said is not None or sees:
         dtype = next((x.dtype for x in model.parameters()), None)
         try:
-            with torch.device("meta"), _without_logs():
-                model = _model_of(config, sees=True)
+            with torch.device("meta"), without_logs():
+                model = model_of(config, sees=True)
                 if said is not None:
                     AutoHfQuantizer.from_config(said, pre_quantized=True).preprocess_model(
                         model=model, dtype=dtype, device_map=None, checkpoint_files=None
@@ -228,7 +227,7 @@ class _Decided(TorchDispatchMode):
 
 
 @contextmanager
-def _without_logs() -> Iterator[None]:
+def without_logs() -> Iterator[None]:
     """Context in which transformers logs nothing."""
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -247,9 +246,9 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
             torch.no_grad(),
             patch.object(torch, "autocast", _autocast),
             _Decided(),  # type: ignore[no-untyped-call]
-            _without_logs(),
+            without_logs(),
         ):
-            model = _model_of(config)
+            model = model_of(config)
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # its shapes do not depend on data
             cache = _Watched(model.config.get_text_config(decoder=True))
@@ -266,10 +265,10 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
     return model, cache
 
 
-def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
+def _shape(name: str, layer: LayerSpec, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
     theirs = cache.layers[index]
     state = numel = 0
-    if isinstance(theirs, StatefulLayer):
+    if layer.states:
         of_kinds = [getattr(theirs, field) for field in ("conv_states", "recurrent_states")]
         kept = [x for states in of_kinds for x in states.values() if x is not None]
         state, numel = sum(x.nbytes for x in kept), sum(x.numel() for x in kept)
@@ -282,7 +281,7 @@ def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) 
     if index not in cache.seen:
         return LayerShape("recurrent" if state else "none", None, None, state, of_index, numel)
     key, value = cache.seen[index]
-    window = layer.pages.sequences.window
+    window = layer.window
     kind: Kind = "hybrid" if state else "full" if window is None else "window"
     if kind == "full" and is_latent:
         kind = "latent"

@@ -9,8 +9,8 @@ from kvloom.caches import CacheFormat, Sequences
 from kvloom.core.entries import CODES, group_for
 from kvloom.core.spelling import STORAGE, expect_pack
 from kvloom.errors import ArgumentError, ConfigError
-from kvloom.integrations.transformers.build import cache_format
-from kvloom.integrations.transformers.positions import positions_of
+from kvloom.integrations.transformers.cache.formats import cache_format
+from kvloom.integrations.transformers.models.positions import positions_of
 from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
 
 _LONGEST: Final = 1 << 40
@@ -258,7 +258,7 @@ def _layer(
     if layer.entry is None:
         return LayerPlan(layer.kind, of_index * num_slots, states=states, waste=of_index * empty)
     entry = format.entry(layer.entry)
-    recent, residual = 0, Sequences(format, layer.window).residual
+    recent, residual = 0, Sequences(format, layer.window).of_residual()
     if residual is not None and num_tokens:
         newest = _in_window(residual, context, at_once)[0] * residual.format.page_size
         recent = batch * newest * layer.entry.nbytes

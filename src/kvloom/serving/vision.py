@@ -13,9 +13,9 @@ from transformers import AutoProcessor
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import content_of, summary_of
-from kvloom.integrations.transformers.content import placeholders_of
-from kvloom.integrations.transformers.loading import is_seeing
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.models.content import placeholders_of
+from kvloom.integrations.transformers.models.loading import is_seeing
+from kvloom.integrations.transformers.models.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from integrations.test_families import EXPERTS, FAMILIES, LATENT, SMALL
-from integrations.test_unchanged_families import FAMILIES as OTHERS
+from integrations.models.test_families import EXPERTS, FAMILIES, LATENT, SMALL
+from integrations.models.test_unchanged_families import FAMILIES as OTHERS
 from oracles.pairs import in_turn, pairwise
 from oracles.threads import num_threads
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_families import SMALL
+from integrations.models.test_families import SMALL
 from ops.attention import make_case
 from ops.cases import alone, fewest_tokens_in_tiles
 from ops.pools import Kind

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVPool, continuous_batching, disable, enable, report_layers
+from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.invariance import install, packing
 from kvloom.integrations.transformers.invariance.inline import invariant_calls
 from kvloom.integrations.transformers.invariance.install import _CHANGES
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.invariance.packing import PackedRows, PackedWeight
-from kvloom.integrations.transformers.watch import ModelWatch
 
 MIXTURE = "Qwen2-MoE"
 pack_weight = packing.pack

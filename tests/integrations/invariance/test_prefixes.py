@@ -110,8 +110,7 @@ def test_tokens_that_read_codes_are_not_shared(caplog: pytest.LogCaptureFixture)
         cache = pool.begin(ids)
         model(ids, past_key_values=cache)
         for sequences in cache.sequences:
-            assert sequences.residual is not None
-            sequences.residual.give_up_passed()  # as where others need the room
+            sequences.give_up_passed()  # as where others need the room
         cache.crop(kept - 300)
         model(ids[:, kept:], past_key_values=cache)
         pool.commit(cache, ids)
@@ -178,8 +177,8 @@ def test_residual_windows_take_as_many_pages_as_they_were_given() -> None:
         asked(model, pool, texts[-1], 1, 0)
     found = [pool.begin(ids).get_seq_length() for ids in texts]
     assert found[-4:] == [88] * 4 and found[0] == 0  # the ends that were used last
-    [residual] = [sequences.residual for sequences in pool._empty.sequences]
-    assert residual is not None and residual.pages.pool.num_pages == 8 * 11  # eight ends of 64 and 16 tokens
+    [residual] = [sequences for sequences in pool._empty.sequences if not sequences.is_required]
+    assert residual.pages.pool.num_pages == 8 * 11  # eight ends of 64 and 16 tokens
     assert pool.report()["residual_bytes"] == 88 * 8 * residual.pages.storages[0].nbytes_per_token * 2
 
 

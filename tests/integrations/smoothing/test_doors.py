@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvloom import KVCache, KVPool
-from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
-from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.models.bit_plan import BitPlan, config_digest
+from kvloom.integrations.transformers.models.cache_argument import as_argument
 from kvloom.integrations.transformers.smoothing import smoothing_of
 
 TOKENS = torch.randint(3, 199, (2, 90), generator=torch.Generator().manual_seed(5))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, cache_utils
 from transformers.models.gptj import modeling_gptj
 
-from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.models.cache_argument import as_argument
 from kvloom.integrations.transformers.smoothing import LayerSmoothing, smoothing_of
 from kvloom.ops.offsets import KeyOffset
 
@@ -112,7 +112,7 @@ FAMILIES = {
         "JambaConfig", (4, 5), {"attn_layer_period": 2, "attn_layer_offset": 1}, frequency=0.0
     ),
 }
-if not hasattr(cache_utils, "LinearAttentionLayer"):  # as in tests/integrations/test_families.py
+if not hasattr(cache_utils, "LinearAttentionLayer"):  # as in tests/integrations/models/test_families.py
     del FAMILIES["among recurrent layers"]
 
 

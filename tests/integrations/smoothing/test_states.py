@@ -15,9 +15,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.integrations.transformers import disable, enable
-from kvloom.integrations.transformers.per_state import without_hooks
+from kvloom.integrations.transformers.fingerprint.per_state import without_hooks
+from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.smoothing import LayerSmoothing, smoothing_of
-from kvloom.integrations.transformers.watch import ModelWatch
 
 
 def digests(found: tuple[LayerSmoothing, ...]) -> list[str]:

@@ -142,7 +142,7 @@ def test_a_pool_of_transformers_has_the_codes_of_vllm(
     import torch
 
     from kvloom.integrations.transformers import KVPool, load_model
-    from kvloom.integrations.transformers.identity import fingerprint_of
+    from kvloom.integrations.transformers.pool.identity import fingerprint_of
     from kvloom.store import KVStore
     from kvloom.store.transfer import pack
 

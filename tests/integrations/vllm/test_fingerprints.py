@@ -47,7 +47,7 @@ def fingerprint(model: Path, **arguments: Any) -> Fingerprint:
 def in_transformers(folder: Path, **changes: Any) -> Fingerprint:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from kvloom.integrations.transformers.identity import fingerprint_of
+    from kvloom.integrations.transformers.pool.identity import fingerprint_of
 
     config = AutoConfig.from_pretrained(folder)
     for name, value in changes.items():

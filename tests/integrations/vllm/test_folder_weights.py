@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.identity import weights_digest
+from kvloom.integrations.transformers.pool.identity import weights_digest
 
 pytest.importorskip("transformers", minversion="5.16.1", reason="vLLM needs it")
 pytest.importorskip("xxhash")

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.cache import KVCache
-from kvloom.integrations.transformers.origin import PoolCache
-from kvloom.integrations.transformers.states import why_wrong_in_pieces
+from kvloom.integrations.transformers.cache.kv_cache import KVCache
+from kvloom.integrations.transformers.cache.trial import why_wrong_in_pieces
+from kvloom.integrations.transformers.pool.origin import PoolCache
 
 VALIDATE: Final = "_validate_generation_mode"
 """The method of ``generate`` that refuses."""

@@ -11,26 +11,26 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
-from kvloom.integrations.transformers.attention import IMPLEMENTATION
-from kvloom.integrations.transformers.batching import SESSIONS, put_beneath
-from kvloom.integrations.transformers.cache import KVCache
-from kvloom.integrations.transformers.cache_argument import (
-    CACHE_ARGUMENT,
-    CACHE_ARGUMENTS,
-    argument_of,
-    as_argument,
-    given_cache,
-)
-from kvloom.integrations.transformers.held_attention import (
+from kvloom.integrations.transformers.attention.held import (
     attention_before,
     hold_attention,
     named_for,
     release_attention,
     set_attention,
 )
+from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION
+from kvloom.integrations.transformers.cache.kv_cache import KVCache
+from kvloom.integrations.transformers.fingerprint.per_state import forget_states
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
-from kvloom.integrations.transformers.per_state import forget_states
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.models.cache_argument import (
+    CACHE_ARGUMENT,
+    CACHE_ARGUMENTS,
+    argument_of,
+    as_argument,
+    given_cache,
+)
+from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.session import SESSIONS, put_beneath
 
 _LOG: Final = logging.getLogger("kvloom")
 _ENABLED: Final = "_kvloom_enabled"

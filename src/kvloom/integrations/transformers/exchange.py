@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import has_index
-from kvloom.integrations.transformers.identity import fingerprint_of
-from kvloom.integrations.transformers.legacy import expect_pairs
-from kvloom.integrations.transformers.pool import KVPool
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.cache.legacy import expect_pairs
+from kvloom.integrations.transformers.models.layer_specs import layers_of
+from kvloom.integrations.transformers.pool.identity import fingerprint_of
+from kvloom.integrations.transformers.pool.kv_pool import KVPool
 from kvloom.store.backends import connect, store_url
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.store import KVStore
@@ -61,7 +60,7 @@ def exchange(
             the store has no page of the text, or cannot be written.
         UnsupportedError: as ``KVPool.for_model``; or layers also keep index keys, which the file cannot hold.
     """
-    if has_index(text_config_of(model)):
+    if any(x.index for x in layers_of(model)):
         raise UnsupportedError(
             f"model must keep keys and values of its tokens and nothing else, got index keys of "
             f"{type(model).__name__}"

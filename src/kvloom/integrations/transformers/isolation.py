@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import make_layers
-from kvloom.integrations.transformers.cache import KVCache
-from kvloom.integrations.transformers.cache_argument import as_argument
-from kvloom.integrations.transformers.content import placeholders_of
-from kvloom.integrations.transformers.pool import KVPool
-from kvloom.integrations.transformers.text_config import text_config_of
-from kvloom.integrations.transformers.trials import undisturbed
+from kvloom.integrations.transformers.cache.build import make_layers
+from kvloom.integrations.transformers.cache.kv_cache import KVCache
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.content import placeholders_of
+from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.models.trials import undisturbed
+from kvloom.integrations.transformers.pool.kv_pool import KVPool
 
 _PAGE: Final = 4
 _FOUND: Final = 20
@@ -190,7 +190,7 @@ class _Tried:
 
     def _session(self) -> Iterator[Check]:
         """Checks in a session of continuous batching, if the model supports one."""
-        from kvloom.integrations.transformers.batching import continuous_batching, has_sessions
+        from kvloom.integrations.transformers.session import continuous_batching, has_sessions
 
         if has_sessions(self._model):  # of the caller
             return

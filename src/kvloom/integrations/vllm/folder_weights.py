@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from transformers import PretrainedConfig
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.identity import digest_of_sums, weight_sum
+from kvloom.integrations.transformers.pool.identity import digest_of_sums, weight_sum
 
 _IN_TURN: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable by which transformers reads each weight when it is needed, and not many in advance."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from vllm.transformers_utils.config import get_config, iter_rope_parameters
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.identity import fingerprint_with
+from kvloom.integrations.transformers.pool.identity import fingerprint_with
 from kvloom.integrations.vllm.folder_weights import folder_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, rotation_in
 

@@ -17,7 +17,7 @@ from vllm.transformers_utils.config import try_get_generation_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.loading import summary_of
+from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing, fit
 from kvloom.integrations.transformers.smoothing.inputs import longest_of, rows, token_ids
 from kvloom.integrations.transformers.smoothing.rotations import names_rope

@@ -35,7 +35,7 @@ from kvloom.integrations.transformers.invariance.packing import (
     why_not_packable,
 )
 from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
-from kvloom.integrations.transformers.text_config import EXPAND, text_config_of, why_cuts_matter
+from kvloom.integrations.transformers.models.text_config import EXPAND, text_config_of, why_cuts_matter
 from kvloom.ops.invariance import WHY_NOT_COMPILED, BatchInvariance, why_not_batch_invariant
 
 _CHANGES: Final = "_kvloom_layers"

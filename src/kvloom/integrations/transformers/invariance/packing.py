@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from kvloom.core.specs import dtype_name
 from kvloom.errors import StateError
+from kvloom.integrations.tensor_state import address_of, sample_at, sample_place, version_of
 from kvloom.integrations.transformers.invariance.layers import InvariantRows, matrix_of
 from kvloom.integrations.transformers.invariance.rules import NONE, Product, RowRule, rule_of
-from kvloom.integrations.transformers.tensor_state import address_of, sample_at, sample_place, version_of
 from kvloom.ops.schemas import without_gradient
 
 _LINEAR: Final[Any] = (

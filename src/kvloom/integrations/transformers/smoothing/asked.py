@@ -6,7 +6,7 @@ from typing import Any
 
 from kvloom.caches import CacheFormat
 from kvloom.core.spelling import is_plan, parse_kind
-from kvloom.integrations.transformers.bit_plan import BitPlan
+from kvloom.integrations.transformers.models.bit_plan import BitPlan
 from kvloom.integrations.transformers.smoothing.calibration import smoothing_of
 from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing
 

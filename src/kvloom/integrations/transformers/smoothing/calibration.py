@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 
-from kvloom.integrations.transformers.build import cache_layers_of
-from kvloom.integrations.transformers.cache_argument import as_argument
-from kvloom.integrations.transformers.loading import summary_of
-from kvloom.integrations.transformers.per_state import once_per_state
-from kvloom.integrations.transformers.rope import dynamic_rope
+from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
+from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import layers_of
+from kvloom.integrations.transformers.models.loading import summary_of
+from kvloom.integrations.transformers.models.rope import dynamic_rope
+from kvloom.integrations.transformers.models.trials import undisturbed
 from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing, fit
 from kvloom.integrations.transformers.smoothing.inputs import longest_of, rows, token_ids
 from kvloom.integrations.transformers.smoothing.recording import Recorder, recorded
 from kvloom.integrations.transformers.smoothing.rotations import frequencies_of, names_rope
-from kvloom.integrations.transformers.trials import undisturbed
 
 
 def smoothing_of(model: Any) -> tuple[LayerSmoothing, ...]:
@@ -135,7 +135,7 @@ def _device_of(model: Any) -> torch.device:
 
 def _num_layers(model: Any) -> int:
     """Number of layers of the model's cache."""
-    return len(cache_layers_of(model)[0])
+    return len(layers_of(model))
 
 
 def _decoder_of(model: Any) -> nn.Module:

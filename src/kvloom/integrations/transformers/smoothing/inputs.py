@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.text_config import token_ids_in
+from kvloom.integrations.transformers.models.text_config import token_ids_in
 
 TOKENS: Final = 256
 SHIFT: Final = 1000

@@ -1,0 +1,154 @@
+"""The model of a pool: its present state, and the origin of a cache that begins now."""
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Final
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from kvloom.caches import CacheFormat
+from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.attention.held import hold_attention, release_attention
+from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
+from kvloom.integrations.transformers.invariance import (
+    Wish,
+    hold_layers,
+    release_layers,
+    report_layers,
+)
+from kvloom.integrations.transformers.models.content import expect_content, placeholders_of
+from kvloom.integrations.transformers.models.layer_specs import expect_use
+from kvloom.integrations.transformers.models.positions import gives_positions
+from kvloom.integrations.transformers.models.remembered import memory_of
+from kvloom.integrations.transformers.models.rope import dynamic_rope
+from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.pool.hooks import watch_inputs
+from kvloom.integrations.transformers.pool.origin import Origin
+from kvloom.integrations.transformers.pool.padding import padding_of
+from kvloom.paging import expect_salt
+
+if TYPE_CHECKING:
+    from kvloom.integrations.transformers.pool.identity import Identity
+    from kvloom.integrations.transformers.pool.states import PoolStates
+
+_KEPT: Final = 15
+"""Number of last states whose fingerprints are kept."""
+
+
+class PoolModel:
+    """A model whose caches share pages.
+
+    Attributes:
+        watch: Watch of the model's state.
+        states: Empty tensor with the model's dtype and device.
+        placeholders: Its tokens for pictures, audio and the like, with their names.
+        memory: What it remembers of texts outside of their caches; ``None`` if nothing.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        wish: Changes of its layers, until ``release`` or until this object is collected.
+        is_in_place: Whether it must attend in place until then.
+    """
+
+    def __init__(self, model: Any, wish: Wish, is_in_place: bool = False) -> None:
+        holder = f"pool {id(self)}"
+        hold_layers(model, holder, wish)
+        if is_in_place:
+            hold_attention(model, holder)
+        self.release = finalize(self, _release, model, holder)
+        watch_inputs(model)
+        self.watch = ModelWatch(model)
+        self.states = torch.empty(0, dtype=model.dtype, device=model.device)
+        self._rope = dynamic_rope(model)
+        self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
+        self.memory = memory_of(model)
+        self._gives_positions = gives_positions(model)
+        self._expected = ""  # last state in which it was found to have prefixes
+        self._identities: dict[str, Identity] = {}
+
+    @property
+    def counted(self) -> frozenset[int]:
+        """Tokens of pictures by which the model remembers something; empty if it remembers nothing."""
+        return frozenset() if self.memory is None else self.memory.pictures
+
+    def rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[list[list[int]], list[int]]:
+        """Tokens of each row, and the columns in which they begin; arguments are those of ``KVPool.begin``.
+
+        Raises:
+            ArgumentError: as ``KVPool.begin``.
+            UnsupportedError: the same.
+        """
+        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
+        if not input_ids.numel():
+            raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
+        begins, kind = padding_of(attention_mask, *input_ids.shape), type(self.watch.model)
+        if any(begins) and "position_ids" not in signature(kind.forward).parameters:
+            raise UnsupportedError(f"model must take position_ids for rows with padding, got {kind.__name__}")
+        return [row[begin:] for row, begin in zip(input_ids.tolist(), begins, strict=True)], begins
+
+    def origin(self, rows: Sequence[Sequence[int]], salt: str, content: str | Sequence[str] | None) -> Origin:
+        """Origin of a cache that begins now; arguments are those of ``KVPool.begin``.
+
+        Raises:
+            ArgumentError: as ``KVPool.begin``.
+            UnsupportedError: the model's configuration was changed, and it now attends to later tokens.
+        """
+        expect_salt(salt)
+        state = self.watch.state()
+        if state != self._expected:  # its configuration, or accelerate's hooks, may be others
+            expect_use(self.watch.model, "pool")
+            self._expected = state
+        contents = expect_content(self.placeholders, rows, content)
+        has_pictures = bool(self.placeholders)
+        origin = Origin(self.watch, self._rope, has_pictures, salt, contents, state, self.counted)
+        origin.gives_positions = self._gives_positions
+        frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
+        if self._rope is not None and frequencies is None:
+            origin.refusal = self._rope.why_alone
+        origin.frequencies = frequencies or ""
+        return origin
+
+    def identity(self, format: CacheFormat, states: "PoolStates | None" = None) -> "Identity":
+        """Identity of the present state, computed once for each state.
+
+        Args:
+            format: Cache format of keys and values.
+            states: Pages of recurrent states.
+
+        Raises:
+            UnsupportedError: weights are not in memory.
+        """
+        from kvloom.integrations.transformers.pool.identity import identify
+
+        state = self.watch.state()
+        if state not in self._identities:
+            self._identities = dict([*self._identities.items()][-_KEPT:])
+            self._identities[state] = identify(self.watch.model, format, states)
+        return self._identities[state]
+
+    def why_unidentified(self, state: str) -> str:
+        """Why a store cannot be told of pages that were computed in a state; empty if it can."""
+        is_present = state in self._identities or state == self.watch.state()
+        return "" if is_present else "settings of torch, such as autocast, are others now: commit within them"
+
+    def layers(self) -> dict[str, Any]:
+        """Changes of the model's layers, as ``LayerReport.summary``."""
+        return report_layers(self.watch.model).summary()
+
+    def digest(self) -> str:
+        """Digest of the present state, the same in every process.
+
+        Raises:
+            UnsupportedError: weights are not in memory.
+        """
+        from kvloom.integrations.transformers.pool.identity import model_digest
+
+        return model_digest(self.watch.model)
+
+
+def _release(model: Any, holder: str) -> None:
+    release_layers(model, holder)
+    release_attention(model, holder)

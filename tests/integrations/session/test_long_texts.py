@@ -1,0 +1,69 @@
+"""A step that fills a page costs the same behind any number of tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from oracles.interrupts import interrupted
+from transformers import LlamaConfig
+
+from kvloom.caches import CacheFormat
+from kvloom.integrations.transformers.session.cache import BatchCache
+from kvloom.integrations.transformers.session.held import Text
+
+PAGE = 16
+
+
+def test_a_step_that_fills_a_page_costs_the_same_behind_any_number_of_tokens() -> None:
+    lines = []
+    for num_pages in (20, 40, 80):
+        cache = cache_of(200)
+        state = SimpleNamespace(
+            request_id="a", initial_tokens=[*range(PAGE * num_pages)], generated_tokens=[1] * 2 * PAGE,
+            num_children=0, logit_processor_kwargs={}, length=0,
+        )  # fmt: skip
+        state.current_len = partial(getattr, state, "length")
+        state.remaining_prefill_tokens = state.initial_tokens
+        for num_new in (PAGE * num_pages, PAGE):
+            step(cache, state, num_new)
+        lines.append(interrupted(0, partial(step, cache, state, PAGE)))
+        cache.check()
+        tokens = state.initial_tokens + state.generated_tokens
+        assert cache.num_known(tokens, "", len(tokens)) == len(tokens)
+    assert len(set(lines)) == 1
+
+
+def cache_of(num_pages: int) -> BatchCache:
+    config = LlamaConfig(hidden_size=16, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
+    form, device = CacheFormat(page_size=PAGE), torch.device("cpu")
+    cache = BatchCache(
+        config, form, torch.float32, device, max_pages=num_pages, max_batch_tokens=PAGE, share=True
+    )
+    cache.groups[0].growing.grow(num_pages)
+    return cache
+
+
+def step(cache: BatchCache, state: Any, num_new: int) -> None:
+    """Room for new tokens, what attention needs to know of them, and full pages for others to find."""
+    assert cache.can_store_request_tokens(state, num_new)
+    cache.extend_read_and_write_indices(state.request_id, state.length, num_new, None, None)
+    cache._begin_step()
+    complete = cache.count_new_complete_blocks(state, num_new)
+    state.length += num_new
+    cache.mark_complete_blocks(state, complete)
+
+
+@pytest.mark.parametrize("num_tokens", range(6))
+def test_the_text_of_a_request_is_that_of_its_parts(num_tokens: int) -> None:
+    both = [10, 11, 12, 20, 21]
+    text, want = Text(both[:3], [*both[3:], 99], num_tokens), both[:num_tokens]
+    assert len(text) == num_tokens and [*text] == want
+    for start in range(6):
+        for stop in range(7):
+            assert text[start:stop] == want[start:stop]
+    with pytest.raises(IndexError):
+        text[num_tokens]

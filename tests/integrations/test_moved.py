@@ -1,0 +1,39 @@
+"""Names of modules of earlier releases, as pickles and programs have them, mean the modules of today."""
+
+import pickle
+import sys
+from importlib import import_module
+
+import pytest
+
+import kvloom.integrations.transformers  # noqa: F401
+from kvloom.integrations.transformers.moved import _MOVED
+
+PACKAGE = "kvloom.integrations.transformers."
+
+
+@pytest.mark.parametrize("old", sorted(_MOVED))
+def test_an_earlier_name_means_the_same_module(old: str) -> None:
+    now = import_module(PACKAGE + _MOVED[old])
+    found = import_module(PACKAGE + old)
+    assert found is now and now.__spec__ is not None and now.__spec__.name == now.__name__
+
+
+def test_a_module_of_a_moved_package_is_not_loaded_twice() -> None:
+    for name in ("report", "sizes"):
+        found = import_module(f"{PACKAGE}batching.{name}")
+        assert found is import_module(f"{PACKAGE}session.{name}") is sys.modules[found.__name__]
+
+
+@pytest.mark.parametrize(
+    "name", ["cache KVCache", "layers KVCacheLayer", "pool KVPool", "attention IMPLEMENTATION"]
+)
+def test_a_saved_name_is_found(name: str) -> None:
+    module, attribute = name.split()
+    saved = f"c{PACKAGE}{module}\n{attribute}\n.".encode()
+    assert pickle.loads(saved) is not None  # noqa: S301 (written above)
+
+
+def test_a_name_that_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        import_module(PACKAGE + "no_such_module")
