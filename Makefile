@@ -37,9 +37,7 @@ SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py' '
 TESTS := tests/integrations/vllm
 MATRIX_TESTS ?= tests/integrations tests/measuring
 # What `make test` does with some cases of the products of its parameters; kernels are in test-isa.
-PRODUCTS := tests/integrations/onnx tests/integrations/invariance $(addprefix tests/integrations/test_, \
-    $(addsuffix .py,assisted_states families indexed latents pool pool_rows pool_store rollback rollback_refused \
-    snapshots static_cache unchanged_families windows_and_rows)) tests/conform/test_vectors.py
+PRODUCTS = $(shell grep -rlE --include='test_*.py' --exclude-dir=session 'oracles\.pairs|is_whole' tests/integrations tests/conform)
 # What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
 TORCH_TESTS ?= tests/ops tests/caches
 NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'
@@ -56,7 +54,9 @@ ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=
 PLATFORM := manylinux_2_28
 REPAIR = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*'
 PIP := -m pip --quiet --disable-pip-version-check
-MODEL := model/pyproject.toml $(shell find model/src -type f ! -name '*.pyc')
+# Distributions of their own, of files alone.
+FILES := model vectors
+FILE_SOURCES := $(FILES:%=%/pyproject.toml) $(shell find $(FILES:%=%/src) -type f ! -name '*.pyc')
 SOURCES := pyproject.toml CMakeLists.txt README.md CHANGELOG.md LICENSE $(wildcard scripts/*.py scripts/*.sh) \
     $(shell find csrc src -type f ! -name '*.pyc')
 # What every Python must pass; BARE of torch, what needs none.
@@ -92,16 +92,16 @@ test-isa: $(READY)
 	    echo "KVLOOM_ISA=$$isa"; \
 	    if KVLOOM_ISA=$$isa $(BIN)/python -c 'import kvloom.ops' 2>/dev/null; then \
 	        tests='$(KERNELS)'; test $$isa != amx-emulated || tests='$(TILES)'; \
-	        KVLOOM_PRODUCTS=1 KVLOOM_ISA=$$isa $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	        KVLOOM_ISA=$$isa $(BIN)/python -m pytest --campaign 1 --quiet --numprocesses $(WORKERS) --dist worksteal \
 	            $(SAME:%=--ignore-glob=%) -k 'not opcheck and not compiled' $$tests; \
 	    else echo 'not on this machine'; fi; \
 	done
 
 # Triton's kernels, on a CUDA device or else interpreted on the CPU; and whether they compile, which takes no device.
-# Pairs of parameters, of which KVLOOM_PRODUCTS=1 has whole products.
+# Pairs of parameters, of which ARGS='--campaign 1' has whole products.
 test-triton: $(WITH_TRITON)
 	TRITON_INTERPRET=$$($(BIN)/python -c $(NO_CUDA)) \
-	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/ops/test_triton_*.py
+	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(ARGS) tests/ops/test_triton_*.py
 
 # Real vLLM, in an environment of its own; TESTS=tests/integrations/vllm/test_smoke.py takes two minutes.
 test-vllm: $(READY) .venv-vllm/.ready
@@ -171,28 +171,22 @@ asan: asan-library
 asan-hostile: asan-library
 	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/hostile
 
+# Campaigns, each as many times as long as it is in `make test`, with whole products of parameters.
 slow: asan-library test-vllm
-	KVLOOM_PRODUCTS=1 KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/caches/test_failed_allocations.py tests/integrations/cache/test_failed_allocations.py
-	KVLOOM_PRODUCTS=1 KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet \
-	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/session
-	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=27 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/pool/test_pool_windows.py tests/integrations/cache/test_recent.py
-	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=86 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/pool/test_pool_states.py tests/integrations/states/test_state_schedules.py
-	KVLOOM_OFFERED_STATES=50000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/states/test_offered_states.py
-	KVLOOM_PRODUCTS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(PRODUCTS)
-	KVLOOM_SIGNALS=1 KVLOOM_OVERLOAD_SECONDS=60 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
-	    tests/serving/test_process.py tests/serving/test_clients.py
-	KVLOOM_DAMAGED=1000000 KVLOOM_KILLS=500 KVLOOM_LOOKUPS=25000 KVLOOM_SALTS=1000000 $(BIN)/python -m pytest \
-	    --quiet --numprocesses $(WORKERS) --dist worksteal tests/store
-	KVLOOM_PRODUCTS=1 KVLOOM_LAYER_PROGRAMS=50 KVLOOM_HISTORIES=130 KVLOOM_TEST_EXAMPLES=1000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/caches tests/core tests/dialects tests/layouts
-	KVLOOM_OFFERED=100000 $(BIN)/python -m pytest --quiet tests/integrations/vllm/test_mover.py
-	KVLOOM_SCENARIOS=2000 KVLOOM_TEST_EXAMPLES=10000 KVLOOM_WALK_STEPS=1000000 $(BIN)/python -m pytest --quiet \
-	    --numprocesses $(WORKERS) --dist worksteal tests/paging
-	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
+	@set -e; run() { \
+	    echo "campaign $$1: $$2"; \
+	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal --campaign $$1 $$2; \
+	}; \
+	run 1 'tests/caches/test_failed_allocations.py tests/integrations/cache/test_failed_allocations.py $(PRODUCTS)'; \
+	run 12 tests/integrations/session; \
+	run 40 'tests/integrations/session/test_programs.py tests/paging'; \
+	run 27 'tests/integrations/pool/test_pool_windows.py tests/integrations/cache/test_recent.py'; \
+	run 86 'tests/integrations/pool/test_pool_states.py tests/integrations/states/test_state_schedules.py'; \
+	run 800 tests/integrations/states/test_offered_states.py; \
+	run 20 'tests/serving/test_process.py tests/serving/test_clients.py tests/core tests/dialects tests/layouts'; \
+	run 50 'tests/caches tests/store'; \
+	run 100 tests/integrations/vllm/test_mover.py; \
+	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal --campaign 100 tests/hostile
 
 asan-library: $(READY)
 	$(BIN)/cmake -S . -B build/asan -G Ninja -DKVLOOM_SANITIZE=ON \
@@ -256,16 +250,16 @@ test-torch: $(addprefix .venv-torch-,$(TORCHES))
 	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$* 'transformers>=4.57' rich xxhash \
 	    pytest pytest-xdist hypothesis
 
-# dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and the model's own
-# two. It is built as pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64:
+# dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and two of each of
+# FILES. It is built as pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64:
 # the wheel for Arm, by a cross compiler, in dist/aarch64. A library that needs more than PLATFORM has is refused, on Arm by
 # `make release`, since auditwheel takes no platform of another processor.
 wheel: dist/$(addsuffix /,$(ARCH)).ready
 
-dist/.ready: $(READY) $(SOURCES) $(MODEL)
+dist/.ready: $(READY) $(SOURCES) $(FILE_SOURCES)
 	rm -rf dist build/wheel && mkdir -p build/wheel
 	$(BIN)/python -m build --sdist --outdir dist
-	$(BIN)/python -m build --no-isolation --outdir dist model
+	for folder in $(FILES); do $(BIN)/python -m build --no-isolation --outdir dist $$folder || exit 1; done
 	$(PYTHON) -m venv build/wheel/empty
 	echo '$(firstword $(TORCH))' > build/wheel/torch.txt
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) PIP_BUILD_CONSTRAINT=$(abspath build/wheel/torch.txt) \
@@ -286,10 +280,11 @@ test-install: wheel
 	rm -rf build/installed && mkdir -p build/installed
 	$(PYTHON) -m venv build/installed/wheel
 	build/installed/wheel/bin/python $(PIP) install $(TORCH)
-	build/installed/wheel/bin/python $(PIP) install --find-links dist "$$(echo dist/kvloom-*.whl)[transformers,model]"
+	build/installed/wheel/bin/python $(PIP) install --find-links dist "$$(echo dist/kvloom-*.whl)[transformers,model,conform]"
 	build/installed/wheel/bin/python scripts/smoke.py
 	build/installed/wheel/bin/kvloom info
 	build/installed/wheel/bin/kvloom demo --max-new-tokens 8
+	build/installed/wheel/bin/kvloom conform run --dialect vllm.copy_blocks kvloom.conform.peers:copy_blocks
 	$(PYTHON) -m venv build/installed/sdist
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) \
 	    build/installed/sdist/bin/python $(PIP) install --find-links dist "$$(echo build/wheel/*.whl)[transformers,model]"
@@ -322,7 +317,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/contracts/test_file_length.py
+	$(BIN)/python scripts/rules.py
 
 # Rewrites benchmarks/results.md, its plots and the README's table; with ARGS='attend_cpu' only that section.
 bench: $(READY) .venv-bench/.ready .venv-vllm/.ready

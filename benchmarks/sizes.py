@@ -12,7 +12,7 @@ import torch
 
 from kvloom.caches import CacheFormat, PrefixCache, Sequences
 from kvloom.paging import PagePool, PrefixTree
-from kvloom.store.index import Entry, Index
+from kvloom.store.index import Index, IndexEntry
 
 PAGE = 16
 CALLS = 64
@@ -43,7 +43,7 @@ def finding(num_runs: int) -> Call:
     """Find a text of which a store has each page in a run of its own."""
     index, text = Index(), Text()
     for i in range(num_runs):
-        index.add(Entry(f"{i}", 100, 10, PAGE * i, PAGE, (i.to_bytes(8, "big"),)))
+        index.add(IndexEntry(f"{i}", 100, 10, PAGE * i, PAGE, (i.to_bytes(8, "big"),)))
     return lambda: index.find(text, 0, PAGE * num_runs)  # type: ignore[arg-type]
 
 

@@ -40,7 +40,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from kvloom import ops
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import vllm_version
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.models import bundled_model_path
 from kvloom.ops.choice import choose_isa
@@ -134,7 +134,7 @@ def one_layer(case: tuple[int, int, int], isa: str, rounds: int) -> dict[str, li
     block_table = torch.randperm(sequences * count).int().view(sequences, -1)
     starts = torch.arange(sequences + 1, dtype=torch.int32) * new
     lengths = torch.full((sequences,), stored, dtype=torch.int32)
-    step = Step.of(starts, lengths, block_table, PAGE, num_tokens=sequences * new, max_length=stored)
+    step = VllmStep.of(starts, lengths, block_table, PAGE, num_tokens=sequences * new, max_length=stored)
     slots = step.batch.index.slots(
         torch.arange(sequences).repeat_interleave(stored), torch.arange(stored).repeat(sequences)
     )

@@ -17,7 +17,7 @@ from kvloom import ops
 from kvloom.caches.absorption import LatentSizes
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import layer
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.latents import attend_expanded, expanded_in
 from kvloom.integrations.vllm.pages import PageFormat
 
@@ -102,7 +102,7 @@ def ours(
     layer.store(latents, rope, slots, view, full_range=quant is not None and quant.full_range)
     scores, starts = ops.Scores(scale=SCALE), torch.arange(sequences + 1, dtype=torch.int32) * new
     lengths = torch.full((sequences,), stored, dtype=torch.int32)
-    step = Step.of(starts, lengths, table, PAGE, num_tokens=len(query), max_length=stored)
+    step = VllmStep.of(starts, lengths, table, PAGE, num_tokens=len(query), max_length=stored)
     if new == 1:
         return lambda: layer.attend_latents(query, view, step, scores)
     request = expanded_in(step.batch.index, 0, stored, slice(0, new))

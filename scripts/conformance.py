@@ -6,7 +6,7 @@ from pathlib import Path
 from kvloom.conform.operators import OPERATORS
 from kvloom.conform.running import Outcome, run
 from kvloom.conform.targets import open_target
-from kvloom.conform.vectors import PUBLISHED, read
+from kvloom.conform.vectors import published, read
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
 BEGIN, END = "<!-- written by scripts/conformance.py -->\n", "<!-- end -->\n"
@@ -61,7 +61,7 @@ def main() -> None:
             name = f"{package} {version(package)}"
         except PackageNotFoundError:
             continue
-        report = run(open_target(target), read(PUBLISHED, dialect), target)
+        report = run(open_target(target), read(published(), dialect), target)
         wrong = sorted({_what(outcome) for outcome in report.failures})
         counts = " | ".join(str(report.count(status)) for status in ("passed", "failed", "skipped"))
         lines.append(f"| {name} | `{dialect}` | {counts} | {'; '.join(wrong)} |")

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-MAX_BYTES: Final = {"kvloom": 6_000_000, "kvloom_model": 9_000_000}
+FILES: Final = {"kvloom_conform": "vectors", "kvloom_model": "model"}
+"""Distributions of files alone, which extras of kvloom ask for, and their folders."""
+MAX_BYTES: Final = {"kvloom": 3_000_000, "kvloom_conform": 4_000_000, "kvloom_model": 9_000_000}
 """Of a wheel."""
 GLIBC: Final = 28
 """Of 2.28, with which every wheel of kvloom must run."""
@@ -119,35 +121,47 @@ def check_sdist(path: Path, name: str, version: str) -> None:
             raise ReleaseError(f"{path.name} must have {folder}/{wanted}, got none")
 
 
-def check(dist: Path, version: str, model_version: str) -> list[Path]:
+def check(dist: Path, version: str, files_versions: dict[str, str]) -> list[Path]:
     """Check all files of a release, and that wheels differ in the library only.
 
+    Args:
+        dist: Folder of what is built.
+        version: Of kvloom.
+        files_versions: Of the distributions in ``FILES``.
+
     Returns:
-        What is to be uploaded, the model first, which an extra of kvloom asks for.
+        What is to be uploaded: both of each of ``FILES``, which extras of kvloom ask for, then kvloom.
 
     Raises:
         ReleaseError: A file is missing, there is another one, or one is not as expected.
     """
-    wheels = [(dist, "kvloom_model", model_version, "any")]
+    upload, contents = [], []
+    for name, number in files_versions.items():
+        wheel = _only_wheel(dist, name)
+        check_wheel(wheel, name, number, "any")
+        upload += [wheel, _checked_sdist(dist, name, number)]
     for architecture, folder in ARCHITECTURES.items():
-        wheels.append((dist / folder, "kvloom", version, architecture))
-    files, contents = [], []
-    for folder, name, number, machine in wheels:
-        found = sorted(folder.glob(f"{name}-*.whl"))
-        if len(found) != 1:
-            raise ReleaseError(f"{folder} must have one wheel of {name}, got {[x.name for x in found]}")
-        contents.append(check_wheel(found[0], name, number, machine))
-        files.append(found[0])
-    if any(content != contents[1] for content in contents[2:]):
+        wheel = _only_wheel(dist / folder, "kvloom")
+        contents.append(check_wheel(wheel, "kvloom", version, architecture))
+        upload.append(wheel)
+    if any(content != contents[0] for content in contents):
         raise ReleaseError("wheels of kvloom must differ in the library only: one is of other sources")
-    sdists = []
-    for name, number in (("kvloom_model", model_version), ("kvloom", version)):
-        path = dist / f"{name}-{number}.tar.gz"
-        sdists.append(path)
-        if not path.is_file():
-            raise ReleaseError(f"{dist} must have {path.name}, got none")
-        check_sdist(path, name, number)
-    return [files[0], sdists[0], *files[1:], sdists[1]]
+    return [*upload, _checked_sdist(dist, "kvloom", version)]
+
+
+def _only_wheel(folder: Path, name: str) -> Path:
+    found = sorted(folder.glob(f"{name}-*.whl"))
+    if len(found) != 1:
+        raise ReleaseError(f"{folder} must have one wheel of {name}, got {[x.name for x in found]}")
+    return found[0]
+
+
+def _checked_sdist(dist: Path, name: str, version: str) -> Path:
+    path = dist / f"{name}-{version}.tar.gz"
+    if not path.is_file():
+        raise ReleaseError(f"{dist} must have {path.name}, got none")
+    check_sdist(path, name, version)
+    return path
 
 
 def read_version(folder: Path) -> str:
@@ -185,19 +199,20 @@ def main() -> None:
             prepare(args.version or None)
             return
         version = read_version(ROOT)
-        files = check(ROOT / "dist", version, read_version(ROOT / "model"))
+        files = check(ROOT / "dist", version, {x: read_version(ROOT / y) for x, y in FILES.items()})
     except ReleaseError as error:
         sys.exit(f"release: {error}")
     names = [str(path.relative_to(ROOT)) for path in files]
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *names], cwd=ROOT, check=True)
     for path, name in zip(files, names, strict=True):
         print(f"{path.stat().st_size / 1e6:6.2f} MB  {name}")
-    print("\nall of it is as it should be. To publish it, the model first:\n")
+    print("\nall of it is as it should be. To publish it, what extras ask for first:\n")
     print(
         f"    git commit --all --message 'release: {version}' && git tag v{version} && git push --follow-tags"
     )
-    print(f"    twine upload {' '.join(names[:2])}  # if this version of it is not there yet")
-    print(f"    twine upload {' '.join(names[2:])}")
+    for i in range(0, 2 * len(FILES), 2):
+        print(f"    twine upload {' '.join(names[i : i + 2])}  # if this version of it is not there yet")
+    print(f"    twine upload {' '.join(names[2 * len(FILES) :])}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings of every test: deterministic examples, and one seed, one thread."""
+"""Settings of every test: deterministic examples, one seed, one thread, and marks that are what it does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from collections.abc import Generator, Iterator
 # Read when torch is loaded. Threads that spin while they wait take the cores from the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import campaign
+import marks
 import pytest
 import torch
+from browsers import NEEDS_BROWSER
 from hypothesis import HealthCheck, settings
 
 from kvloom import ops
@@ -21,14 +24,41 @@ from kvloom import ops
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile(
-    "pr",
-    derandomize=True,
-    max_examples=max(50, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("pr")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--campaign``."""
+    parser.addoption(
+        "--campaign",
+        type=campaign.parsed,
+        metavar="TIMES",
+        help="make campaigns TIMES as long, with whole products of parameters where pairs are tested",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # --hypothesis-profile comes later
+def pytest_configure(config: pytest.Config) -> None:
+    """The lengths of campaigns, before any test is imported."""
+    campaign.given = config.getoption("campaign")
+    settings.register_profile(
+        "pr",
+        derandomize=True,
+        max_examples=campaign.times(50),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("pr")
+    marks.watch()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a mark says beside itself, before tests are chosen by marks."""
+    for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker("process")
+            item.add_marker(NEEDS_BROWSER)
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("campaign")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,3 +103,15 @@ def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def fixed_seed() -> None:
     """A test that draws numbers without a generator of its own draws the same ones each time."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def only_what_is_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that has no mark ``process`` starts none, and one without ``compile`` compiles nothing.
+
+    What a fixture of its module did before the test counts for the test.
+    """
+    yield
+    done = marks.done()
+    missing = done if not any(map(request.node.get_closest_marker, ("process", "compile"))) else []
+    assert not missing, f"needs pytest.mark.process or pytest.mark.compile, for {missing}"

@@ -66,6 +66,7 @@ def test_info_says_to_how_many_rows_products_are_padded_and_what_onednn_packs(
         assert packed == ("packed" if name == "float32" else f"not packed: {name} without its instructions")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("error", ["needs another hub\nand more", None])
 def test_info_is_printed_where_transformers_cannot_be_used(error: str | None, tmp_path: Path) -> None:
     """It is too old, or what it needs itself is."""
@@ -262,6 +263,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvloom {kvloom.__version__}\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "args",
     [
@@ -282,6 +284,7 @@ def test_arguments_are_checked_before_heavy_imports(args: list[str]) -> None:
     assert done.stdout == "2 set()\n"
 
 
+@pytest.mark.process
 def test_prompt_and_prompt_file_exclude_each_other() -> None:
     done = run("generate", "--prompt", "x", "--prompt-file", "y")
     assert done.returncode == 2
@@ -304,6 +307,7 @@ def print_to(output: Any, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
@@ -312,6 +316,7 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "kvloom: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.process
 def test_a_reader_that_has_gone_is_one_line(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -21,7 +21,8 @@ from kvloom.layouts.command import add_layouts
 from kvloom.measuring import continuation, isolation_command, quality_command, record_command
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
-from kvloom.serving import bench, command, options
+from kvloom.planning import supports
+from kvloom.serving import check_command, command, options
 from kvloom.simulation import command as simulation
 from kvloom.store.command import add_parser as add_store_parser
 from kvloom.tracing.command import add_parsers as add_tracing
@@ -40,6 +41,7 @@ _INSTALLED = {
     "rich": "transformers rich",
     "onnx": "onnx",
     "onnxruntime": "onnxruntime",
+    "kvloom_conform": "kvloom-conform",
     "kvloom_model": "kvloom-model",
     "xxhash": "xxhash",
     "obstore": "obstore",
@@ -124,23 +126,24 @@ def _parser() -> argparse.ArgumentParser:
     options.add_options(serve)
     serve.set_defaults(run=_serve)
 
-    benches = commands.add_parser("bench", help="time a running server").add_subparsers(
-        required=True, metavar="what"
+    checked = commands.add_parser("check-answers", help="whether a server answers among others as alone")
+    check_command.add_options(checked)
+    checked.set_defaults(
+        run=_options_named("requests|clients|system|words|new_tokens|url")(check_command.run)
     )
-    served = benches.add_parser(
-        "serve", help="many clients at once, of any server that OpenAI's client can ask"
-    )
-    bench.add_options(served)
-    names = (
-        "requests|clients|system|words|new_tokens|turns|scale|speed|trace|url|check_answers|rate|plot|against"
-    )
-    served.set_defaults(run=_options_named(names)(bench.run))
+
+    gone = commands.add_parser("bench")  # without help, which would list it
+    gone.add_argument("words", nargs=argparse.REMAINDER)
+    gone.set_defaults(run=_bench)
 
     add_store_parser(commands, _question, _exchange)
 
     plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
     planning.add_options(plan)
     plan.set_defaults(run=_options_named("kv|model|config|context|batch|page_size")(planning.run))
+    uses = commands.add_parser("supports", help="what the layers of a model keep, and which uses it allows")
+    supports.add_options(uses)
+    uses.set_defaults(run=_options_named("model")(supports.run))
 
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)
@@ -307,6 +310,13 @@ def _serve(args: argparse.Namespace) -> int:
         "session_\\w+|api_keys|allowed_origins|tls_certificate"
     ):
         return command.run(args, _load_folder)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    raise ArgumentError(
+        "kvloom bench is gone: `guidellm run` measures a server, see docs/serving.md, and "
+        "`kvloom check-answers` compares its answers with those of each request alone"
+    )
 
 
 def _load_folder(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:

@@ -109,6 +109,7 @@ def test_the_readme_table_is_cut_from_the_sections(monkeypatch: pytest.MonkeyPat
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.process
 def test_measured_figures_replace_those_of_their_processor(
     quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def test_growth_measures_and_draws(quick: Callable[..., Any], tmp_path: Path) ->
     assert all(len(x["us"]) == len(x["sizes"]) == 2 and x["us"][0] > 0 for x in result["sizes"])
 
 
+@pytest.mark.compile
 def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
     result = quick("generate", "--threads", "1")
     rows = {x["contender"]: x for x in result["rows"]}

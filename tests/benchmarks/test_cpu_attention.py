@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.compile
 def test_attention_on_the_cpu_is_timed_beside_memory_and_peers(quick: Callable[..., Any]) -> None:
     cores = os.sched_getaffinity(0)
     result = quick("attend_cpu", "--threads", "1", "--kinds", "bfloat16", "int8 g64", "--layout", "NHD")
@@ -30,6 +31,7 @@ def test_attention_on_the_cpu_is_timed_beside_memory_and_peers(quick: Callable[.
     assert os.sched_getaffinity(0) == cores
 
 
+@pytest.mark.compile
 def test_peers_that_are_not_installed_are_named(
     quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +97,7 @@ def test_every_cache_is_a_multiple_of_vllms_bfloat16(
     assert "| 1 x 8 | 3,000 | 1,500 (0.50) |" in text
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("name", "threads"),
     [("prefill_cpu", ["--threads", "1"]), ("movement", ["--threads", "1"]), ("threads_cpu", [])],

@@ -1,13 +1,11 @@
 """What is read unquantized follows from what became of a text, and not from where its tokens lie.
 
 A history is appends and removals. Pages of every size and fixed storage, each append cut at random, with
-forks and files in between: all have the same bits. ``KVLOOM_HISTORIES`` is how many histories each cell has;
-``make slow`` has more.
+forks and files in between: all have the same bits.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from caches.mixed import INT4, smoothing, tokens
+from campaign import times
 from oracles.bits import assert_same_bits
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.core.specs import QuantSpec
 from kvloom.ops.impl import cpu
 
-HISTORIES = int(os.environ.get("KVLOOM_HISTORIES", "2"))
+HISTORIES = times(2)
 ROWS, MOST = 2, 900
 KINDS = {"int4": INT4, "int8 rotated": QuantSpec(8, 32, rotated=True)}
 
@@ -99,6 +98,7 @@ def read(layer: _Layer, history: History, draw: random.Random | None) -> list[Te
     return found
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(cpu.ISA is None, reason="a matrix product of torch has bits of its own for each size")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 9, 50])

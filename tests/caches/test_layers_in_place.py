@@ -18,7 +18,6 @@ from kvloom.caches import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from kvloom.errors import UnsupportedError
 
 WINDOW, STEPS = 6, (3, 1, 1, 9, 1, 1, 12, 1, 1, 1)
 KINDS: dict[str, Callable[[], Layer]] = {
@@ -107,10 +106,8 @@ def test_a_dynamic_fork_takes_no_memory_until_it_writes() -> None:
     assert layer.sequences.num_pages_held == held + 2  # the last page of each sequence
 
 
-def test_recent_tokens_are_no_codes() -> None:
-    layer = QuantizedLayer("int8:g4", recent=2)
-    for use in (lambda: layer.append(tokens(3, 1), tokens(3, 2)), layer.stored):
-        with pytest.raises(UnsupportedError, match="recent tokens are no codes"):
-            use()
-    layer.update(tokens(3, 1), tokens(3, 2))
-    assert torch.equal(layer.gather(torch.float32)[0][:, :, 1:], tokens(3, 1)[:, :, 1:])
+def test_recent_tokens_are_read_in_place_too() -> None:
+    layer = QuantizedLayer("int8:g4", recent=3)
+    read = layer.append(tokens(9, 1), tokens(9, 2))
+    assert read.exact is not None and read.exact.num_newest == 3
+    assert torch.equal(layer.gather(torch.float32)[0][:, :, 7:], tokens(9, 1)[:, :, 7:])

@@ -1,14 +1,12 @@
 """One matrix of layers: where tokens lie, what a token sees, how they are kept, and all that is done to them.
 
 Each cell is a program of steps, crops, copies of rows, forks and files, in which every step attends: against
-attention over the tensors of ``mixed``. ``KVLOOM_LAYER_PROGRAMS`` is how many programs each cell has; ``make
-slow`` has more.
+attention over the tensors of ``mixed``.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from caches.mixed import DIM, HEADS, INT4, RECENT, mixed, smoothing, tokens
+from campaign import times
 from oracles.pairs import pairwise
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 from kvloom.paging import PageTable
 
-PROGRAMS = int(os.environ.get("KVLOOM_LAYER_PROGRAMS", "1"))
+PROGRAMS = times(1)
 WINDOWS = [None, 9, 50]
 KINDS = {
     "float32": CacheFormat(),
@@ -213,6 +212,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 @pytest.mark.parametrize(("placement", "window", "kind"), CELLS)
 def test_a_program_attends_to_what_it_stored(

@@ -23,16 +23,20 @@ def tokens(count: int) -> Tensor:
     return torch.ones(2, 2, count, 8)
 
 
-MAKE: dict[str, Callable[[], Cache]] = {
-    "recent": lambda: Cache.quantized("int8:g4", recent=2),
-    "mixed": lambda: Cache([StaticLayer(9), DynamicLayer(), StaticLayer(9)]),
+MAKE: dict[str, tuple[Callable[[], Cache], set[str]]] = {
+    # Layers in pages change tables, for which nothing is allocated.
+    "recent": (lambda: Cache.quantized("int8:g4", recent=2), {"done"}),
+    "mixed": (
+        lambda: Cache([StaticLayer(9), DynamicLayer(), StaticLayer(9)]),
+        {"as it was", "torn", "done"},
+    ),
 }
 
 
-@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+@pytest.mark.parametrize(("make", "expected"), MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_layers_of_different_rows_are_not_read(
-    make: Callable[[], Cache], change: Callable[[Cache], None]
+    make: Callable[[], Cache], expected: set[str], change: Callable[[Cache], None]
 ) -> None:
     outcomes: set[str] = set()
     for fail_at in range(1, 60):
@@ -63,7 +67,7 @@ def test_layers_of_different_rows_are_not_read(
                 cache.update(tokens(4), tokens(4), 0)
         else:
             outcomes.add("done")
-    assert outcomes == {"as it was", "torn", "done"}
+    assert outcomes == expected
 
 
 def test_rows_that_do_not_exist_tear_nothing() -> None:

@@ -18,6 +18,7 @@ QUESTION = "Return the sum of two numbers."
 NEW_TOKENS = 16
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.filterwarnings("ignore"),  # of these libraries and of what they need
     pytest.mark.usefixtures("offline"),
 ]

@@ -12,7 +12,8 @@ from conform import faulty, faulty_recurrent
 
 from kvloom.conform import peers
 from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.targets import Target, open_target, python_target
+from kvloom.conform.outcomes import Target
+from kvloom.conform.targets import open_target, python_target
 from kvloom.conform.vectors import Vector
 
 STATIC = "pmx.key_value_cache"

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("onnxruntime")
 from kvloom.conform.running import run
 from kvloom.conform.targets import open_target
-from kvloom.conform.vectors import PUBLISHED, Vector, read
+from kvloom.conform.vectors import Vector, published, read
 from kvloom.dialects import pmx
 
 ATTRIBUTES = ("num_layer", "layer_idx", "quant_bit", "quant_group", "num_repeat", "cache_layout")
@@ -49,7 +49,7 @@ def operator() -> Operator:
 def vectors() -> list[Vector]:
     """Legal calls of the dtypes that the operator has."""
     wanted = {"current_key": torch.float32, "cache": torch.int8, "scale": torch.float32}
-    legal = [x for x in read(PUBLISHED, "pmx.key_value_cache") if x.expected is not None]
+    legal = [x for x in read(published(), "pmx.key_value_cache") if x.expected is not None]
     said = [x for x in legal if all(name in x.call for name in ATTRIBUTES)]  # the library has no defaults
     return [x for x in said if all(n in x.call and x.call[n].dtype == t for n, t in wanted.items())]
 

@@ -17,13 +17,16 @@ pytest.importorskip("rich")
 from kvloom.cli import main
 from kvloom.conform.isolation import isolated
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import NoAnswer
 from kvloom.conform.running import run
-from kvloom.conform.targets import NoAnswer, open_target
-from kvloom.conform.vectors import PUBLISHED, Vector, read
+from kvloom.conform.targets import open_target
+from kvloom.conform.vectors import Vector, published, read
 from kvloom.errors import ArgumentError
 
+pytestmark = pytest.mark.process
+
 FLASH = "vllm.reshape_and_cache_flash"
-LEGAL = [vector for vector in read(PUBLISHED, FLASH) if vector.expected is not None]
+LEGAL = [vector for vector in read(published(), FLASH) if vector.expected is not None]
 TWO = [vector for vector in LEGAL if len(vector.call["slot_mapping"]) == 2]
 OTHERS = [vector for vector in LEGAL if len(vector.call["slot_mapping"]) > 2]
 MIXED = [OTHERS[0], TWO[0], OTHERS[1]]
@@ -115,7 +118,7 @@ def test_a_process_that_ends_by_itself_is_a_failure(engine: str, function: str, 
 def test_what_a_callable_writes_and_raises_comes_back(engine: str) -> None:
     """It has a process of its own, too."""
     with isolated(f"{engine}:answers") as target:
-        report = run(target, read(PUBLISHED, FLASH))
+        report = run(target, read(published(), FLASH))
     assert [outcome.vector.name for outcome in report.failures] == [vector.name for vector in TWO]
     assert {x.message for x in report.failures} == {"a legal call was refused: ValueError: not today: [0]"}
     assert report.count("passed") > len(OTHERS)
@@ -123,7 +126,7 @@ def test_what_a_callable_writes_and_raises_comes_back(engine: str) -> None:
 
 def test_strides_and_offsets_are_the_same_in_the_other_process() -> None:
     dialect = "ascend.scatter_pa_kv_cache"
-    vectors = [v for v in read(PUBLISHED, dialect) if v.call.get("scatter_mode") == "Nct"]
+    vectors = [v for v in read(published(), dialect) if v.call.get("scatter_mode") == "Nct"]
     with isolated("kvloom.conform.peers:scatter_pa_kv_cache") as target:
         assert run(target, vectors).passed
 
@@ -170,7 +173,7 @@ def command(code: str, tmp_path: Path) -> str:
 
 def test_a_command_that_crashes_does_not_refuse(tmp_path: Path) -> None:
     target = open_target(command("import os\nos.abort()\n", tmp_path))
-    refused = [vector for vector in read(PUBLISHED, FLASH) if vector.expected is None][:1]
+    refused = [vector for vector in read(published(), FLASH) if vector.expected is None][:1]
     report = run(target, refused)
     assert report.failures[0].message == f"crashed at vector {numbers(refused)[0]} (SIGABRT)"
 

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from kvloom.conform.describe import Call, problems
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import CallRefused
 from kvloom.conform.running import run_one
-from kvloom.conform.targets import Refused, open_target
+from kvloom.conform.targets import open_target
 from kvloom.conform.vectors import Vector, make
 
 PAGE = Path(__file__).parents[2] / "docs" / "onnx.md"
@@ -64,7 +65,7 @@ def answer(target: str, opset: int, call: Call) -> Any:
     vector = Vector("", operator.name, "", call, None)
     try:
         results = open_target(target)(operator, vector, dict(call))
-    except Refused:
+    except CallRefused:
         return REFUSED
     last = results["qk_matmul_output" if "qk_matmul_output" in results else "Y"]
     return last[0, 0, -1].float()
@@ -213,7 +214,7 @@ def test_negative_write_indices_wrap_in_the_reference_and_are_refused_elsewhere(
     found = open_target(REFERENCE)(operator, vector, dict(given))["present_cache"]
     written = sorted((index + i) % 5 for i in range(2))
     assert found[0, 0, :, 0].nonzero().flatten().tolist() == written
-    with pytest.raises(Refused):
+    with pytest.raises(CallRefused):
         open_target(ORT)(operator, vector, dict(given))
 
 

@@ -31,7 +31,7 @@ from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.mistakes import Mistake
 from kvloom.conform.operators import OPERATORS
 from kvloom.conform.running import Report, run
-from kvloom.conform.vectors import PUBLISHED, Vector, read
+from kvloom.conform.vectors import Vector, published, read
 
 NAMES = [f"{p.dialect} {p.cause}" for p in PLANTED]
 ENOUGH, SLOW = 40, ("pmx", "group_query_attention", "linear_attention")
@@ -57,7 +57,7 @@ def each_mistake_once() -> Iterator[None]:
 
 @functools.cache
 def legal(dialect: str) -> list[Vector]:
-    return [vector for vector in read(PUBLISHED, dialect) if vector.expected is not None]
+    return [vector for vector in read(published(), dialect) if vector.expected is not None]
 
 
 def judged(planted: Planted) -> Report:

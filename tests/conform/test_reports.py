@@ -158,6 +158,7 @@ def pixels(file: Path) -> set[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_the_page_is_drawn(judged: Judged, tmp_path: Path) -> None:
     page, picture = judged.files["html"], tmp_path / "page.png"

@@ -21,9 +21,10 @@ import kvloom.conform
 from kvloom.cli import main
 from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import CallRefused
 from kvloom.conform.running import run
-from kvloom.conform.targets import Refused, open_target
-from kvloom.conform.vectors import PUBLISHED, Vector, read
+from kvloom.conform.targets import open_target
+from kvloom.conform.vectors import Vector, published, read
 from kvloom.errors import ArgumentError
 
 HERE = Path(__file__).parent
@@ -58,7 +59,7 @@ def compiled(folder: Path, *more: str) -> Path:
 
 @pytest.mark.parametrize("dialect", PEERS)
 def test_kvloom_conforms(dialect: str) -> None:
-    report = run(open_target(f"kvloom.conform.peers:{PEERS[dialect]}"), read(PUBLISHED, dialect))
+    report = run(open_target(f"kvloom.conform.peers:{PEERS[dialect]}"), read(published(), dialect))
     assert [outcome.message for outcome in report.failures] == []
     assert report.count("skipped") == 0 and report.passed
 
@@ -68,7 +69,7 @@ def test_kvloom_conforms(dialect: str) -> None:
 )
 @pytest.mark.parametrize("target", ["onnxruntime", "onnx.reference"])
 def test_onnx_agrees_with_the_oracles_on_every_legal_call_it_runs(dialect: str, target: str) -> None:
-    legal = [vector for vector in read(PUBLISHED, dialect) if vector.expected is not None]
+    legal = [vector for vector in read(published(), dialect) if vector.expected is not None]
     report = run(open_target(target), [v for v in legal if not known(target, dialect, v.call)])
     assert [outcome.message for outcome in report.failures] == []
     assert report.passed or (target, dialect[:9]) == ("onnx.reference", "microsoft")
@@ -78,7 +79,7 @@ def test_onnx_agrees_with_the_oracles_on_every_legal_call_it_runs(dialect: str, 
 def test_kernels_of_onnx_runtime_agree_with_the_oracles_of_operators_that_it_had_before(dialect: str) -> None:
     """``com.microsoft`` has kernels of these names; those of ONNX are bodies of standard operators there."""
     inner, twin = open_target("onnxruntime"), replace(OPERATORS[dialect], domain="com.microsoft")
-    legal = [vector for vector in read(PUBLISHED, dialect) if vector.expected is not None]
+    legal = [vector for vector in read(published(), dialect) if vector.expected is not None]
     report = run(lambda operator, vector, call: inner(twin, vector, call), legal)
     assert [outcome.message for outcome in report.failures] == []
     assert report.count("passed") > len(legal) / 2
@@ -94,7 +95,7 @@ def test_a_state_in_another_dtype_than_it_came_in_is_wrong() -> None:
         results = inner(operator, vector, call)
         return {**results, "present_state": results["present_state"].to(call["query"].dtype)}
 
-    legal = [vector for vector in read(PUBLISHED, "onnx.linear_attention") if vector.expected is not None]
+    legal = [vector for vector in read(published(), "onnx.linear_attention") if vector.expected is not None]
     report = run(halved, legal)
     mixed = [v for v in legal if v.expected and v.expected["present_state"].dtype != v.call["query"].dtype]
     assert len(mixed) > 20 and [outcome.vector for outcome in report.failures] == mixed
@@ -104,7 +105,7 @@ def test_a_state_in_another_dtype_than_it_came_in_is_wrong() -> None:
 def test_an_onnx_runtime_that_is_older_than_the_operator_skips_it() -> None:
     later = replace(OPERATORS["onnx.causal_conv_with_state"], opset=99)
     inner = open_target("onnxruntime")
-    legal = [vector for vector in read(PUBLISHED, later.name) if vector.expected is not None]
+    legal = [vector for vector in read(published(), later.name) if vector.expected is not None]
     vectors = [vector for vector in legal if vector.call["input"].dtype == torch.float32][:3]
     report = run(lambda operator, vector, call: inner(later, vector, call), vectors)
     assert {outcome.message for outcome in report.outcomes} == {"this ONNX Runtime has no opset 99"}
@@ -114,17 +115,18 @@ def test_an_onnx_runtime_that_is_older_than_the_operator_skips_it() -> None:
 def test_transformers_agrees_with_the_oracle() -> None:
     pytest.importorskip("transformers")
     report = run(
-        open_target("kvloom.conform.peers:cache_update"), read(PUBLISHED, "transformers.cache_update")
+        open_target("kvloom.conform.peers:cache_update"), read(published(), "transformers.cache_update")
     )
     assert report.passed
 
 
+@pytest.mark.process
 @needs_cc
 @pytest.mark.parametrize("bug", [False, True])
 def test_a_c_function_is_judged(tmp_path: Path, bug: bool) -> None:
     library = compiled(tmp_path, *(["-DBUG"] if bug else []))
     report = run(
-        open_target(f"{library}:reshape_and_cache_flash"), read(PUBLISHED, "vllm.reshape_and_cache_flash")
+        open_target(f"{library}:reshape_and_cache_flash"), read(published(), "vllm.reshape_and_cache_flash")
     )
     assert report.passed != bug and report.count("skipped") == 0
     assert (report.cause is not None and report.cause.name == "value for key") == bug
@@ -134,9 +136,10 @@ def half(vector: Vector) -> bool:
     return vector.expected is not None and vector.call["key"].dtype == torch.float16
 
 
+@pytest.mark.process
 @needs_cc
 def test_what_a_c_function_does_not_do_is_skipped(tmp_path: Path) -> None:
-    vectors = list(read(PUBLISHED, "vllm.reshape_and_cache_flash"))
+    vectors = list(read(published(), "vllm.reshape_and_cache_flash"))
     report = run(open_target(f"{compiled(tmp_path)}:only_float16"), vectors)
     assert report.passed and {o.status for o in report.outcomes if half(o.vector)} == {"passed"}
     skipped = [outcome for outcome in report.outcomes if outcome.status == "skipped"]
@@ -149,7 +152,7 @@ def test_what_a_callable_does_not_do_is_skipped_and_nothing_else_is_no_pass() ->
     def none(**call: torch.Tensor) -> None:
         raise NotImplementedError("float16 only" if "slot_mapping" in call else "")
 
-    vectors = list(read(PUBLISHED, "vllm.reshape_and_cache_flash"))
+    vectors = list(read(published(), "vllm.reshape_and_cache_flash"))
     legal = run(python_target(none), [vector for vector in vectors if vector.expected is not None])
     assert legal.count("skipped") == len(legal.outcomes) and not legal.passed
 
@@ -159,17 +162,19 @@ def test_what_a_callable_does_not_do_is_skipped_and_nothing_else_is_no_pass() ->
     assert not run(python_target(refuses_or_does_not), vectors).passed
 
 
+@pytest.mark.process
 @needs_cc
 def test_outputs_are_there_for_calls_that_must_be_refused(tmp_path: Path) -> None:
     target = open_target(f"{compiled(tmp_path)}:writes_then_refuses")
-    refused = [v for v in read(PUBLISHED, "pmx.key_value_cache") if v.expected is None]
+    refused = [v for v in read(published(), "pmx.key_value_cache") if v.expected is None]
     for vector in refused:
-        with pytest.raises(Refused, match="two outputs"):
+        with pytest.raises(CallRefused, match="two outputs"):
             target(OPERATORS[vector.dialect], vector, dict(vector.call))
 
 
+@pytest.mark.process
 def test_a_command_is_judged() -> None:
-    vectors = list(read(PUBLISHED, "vllm.copy_blocks"))
+    vectors = list(read(published(), "vllm.copy_blocks"))
     target = open_target(f"command:{sys.executable} {HERE / 'command.py'}")
     assert run(target, vectors[:3]).passed
     refused = [
@@ -193,7 +198,7 @@ def model(path: Path, mode: str) -> Path:
 
 
 def test_an_onnx_model_is_judged_by_the_vectors_that_fit_it(tmp_path: Path) -> None:
-    vectors = [v for v in read(PUBLISHED, "onnx.tensor_scatter") if v.expected is not None]
+    vectors = [v for v in read(published(), "onnx.tensor_scatter") if v.expected is not None]
     report = run(open_target(str(model(tmp_path / "m.onnx", "circular"))), vectors)
     assert report.passed and report.count("skipped")
     reasons = {outcome.message for outcome in report.outcomes if outcome.status == "skipped"}
@@ -217,6 +222,7 @@ def test_what_is_no_target_is_refused(target: str, message: str) -> None:
         open_target(target)
 
 
+@pytest.mark.process
 def test_a_command_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", "run", "--dialect", "vllm.copy_blocks", "command:/nowhere"]) == 2
     assert "TARGET must be a command" in capsys.readouterr().err
@@ -233,6 +239,6 @@ def test_an_input_that_was_changed_is_a_failure() -> None:
     def named(vector: Vector) -> bool:
         return vector.expected is not None and bool(vector.call["key"].numel())
 
-    vectors = [v for v in read(PUBLISHED, "vllm.reshape_and_cache_flash") if named(v)]
+    vectors = [v for v in read(published(), "vllm.reshape_and_cache_flash") if named(v)]
     report = run(python_target(writes_its_input), vectors[:5])
     assert report.failures and "key was changed, which this call must not do" in report.failures[0].message

@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from campaign import is_whole
 
 pytest.importorskip("safetensors")
 from torch import Tensor
 
 from kvloom.cli import main
+from kvloom.conform import vectors
 from kvloom.conform.comparing import agrees, words
 from kvloom.conform.describe import Call, problems, result_shape
 from kvloom.conform.judging import named
 from kvloom.conform.mistakes import MISTAKES
 from kvloom.conform.operators import OPERATORS
-from kvloom.conform.vectors import PUBLISHED, Vector, make, read
+from kvloom.conform.vectors import Vector, make, published, read
 from kvloom.errors import ArgumentError
 
-COUNT = None if os.environ.get("KVLOOM_PRODUCTS", "0") != "0" else 30
-"""Legal vectors of each dialect that are made again; ``make slow`` makes all."""
-INDEX = json.loads((PUBLISHED / "index.json").read_text(encoding="utf-8"))
+COUNT = None if is_whole() else 30
+"""Legal vectors of each dialect that are made again; ``--campaign`` makes all."""
+INDEX = json.loads((published() / "index.json").read_text(encoding="utf-8"))
 
 
 def test_there_are_enough_and_they_are_small(capsys: pytest.CaptureFixture[str]) -> None:
     legal, refused = (sum(each[k] for each in INDEX["dialects"].values()) for k in ("legal", "refused"))
     assert set(INDEX["dialects"]) == set(OPERATORS) and len(OPERATORS) >= 10
     assert legal + refused >= 1500 and refused >= 200
-    nbytes = sum(file.stat().st_size for file in PUBLISHED.iterdir())
+    nbytes = sum(file.stat().st_size for file in published().iterdir())
     assert nbytes <= 20e6
     assert main(["conform", "list"]) == 0
     out = capsys.readouterr().out
     assert f"{len(OPERATORS)} dialects, {legal + refused:,} vectors, {refused} of them calls" in out
 
 
+def test_without_a_checkout_they_are_those_of_their_distribution(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = published()
+    monkeypatch.setattr(vectors, "_IN_CHECKOUT", tmp_path / "none")
+    monkeypatch.setitem(sys.modules, "kvloom_conform", None)
+    assert main(["conform", "list"]) == 2
+    assert capsys.readouterr().err == "kvloom: this needs kvloom_conform: pip install kvloom-conform\n"
+    assert main(["conform", "vectors", str(tmp_path), "--dialect", "vllm.copy_blocks", "--count", "2"]) == 0
+    monkeypatch.delitem(sys.modules, "kvloom_conform")
+    monkeypatch.syspath_prepend(here.parents[1])
+    assert published().samefile(here) and vectors.PUBLISHED == published()
+
+
+def test_their_distribution_has_the_version_of_the_set() -> None:
+    projects = Path(__file__).parents[2]
+    written = (projects / "vectors/pyproject.toml").read_text(encoding="utf-8")
+    wanted = (projects / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{vectors.VERSION}.' in written
+    assert f'"kvloom-conform>={vectors.VERSION},<{vectors.VERSION + 1}"' in wanted
+
+
 @pytest.mark.parametrize("dialect", OPERATORS)
 def test_they_come_from_their_seed_and_the_description_agrees(dialect: str) -> None:
-    operator, every = OPERATORS[dialect], [*read(PUBLISHED, dialect)]
+    operator, every = OPERATORS[dialect], [*read(published(), dialect)]
     assert all(bool(problems(operator, x.call)) == (x.expected is None) for x in every)
     legal, refused = ([x for x in every if (x.expected is None) == y] for y in (False, True))
     for stored, new in zip(legal[:COUNT] + refused, make(dialect, count=COUNT), strict=True):
@@ -64,15 +88,15 @@ def test_they_come_from_their_seed_and_the_description_agrees(dialect: str) -> N
 @pytest.mark.parametrize("dialect", OPERATORS)
 def test_manifests_are_in_the_schema(dialect: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    schema = json.loads((PUBLISHED.parent / "schema.json").read_text(encoding="utf-8"))
-    manifest = json.loads((PUBLISHED / f"{dialect}.json").read_text(encoding="utf-8"))
+    schema = json.loads((published().parent / "schema.json").read_text(encoding="utf-8"))
+    manifest = json.loads((published() / f"{dialect}.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.Draft202012Validator(schema).validate(manifest)
 
 
 def test_there_are_edge_values_strides_and_codes() -> None:
     found = set()
-    for vector in read(PUBLISHED, "pmx.key_value_cache"):
+    for vector in read(published(), "pmx.key_value_cache"):
         new = vector.call.get("current_key")
         if vector.expected is None or not isinstance(new, Tensor):
             continue
@@ -94,7 +118,7 @@ def test_more_come_from_another_seed(tmp_path: Path) -> None:
     assert main(["conform", "vectors", str(tmp_path), *options]) == 0
     vectors = list(read(tmp_path, "onnx.tensor_scatter"))
     assert sum(vector.expected is not None for vector in vectors) == 5
-    first = next(iter(read(PUBLISHED, "onnx.tensor_scatter")))
+    first = next(iter(read(published(), "onnx.tensor_scatter")))
     assert (
         vectors[0].about != first.about
         or vectors[0].call["past_cache"].shape != first.call["past_cache"].shape
@@ -122,7 +146,7 @@ def test_every_operator_is_described(dialect: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("dialect", OPERATORS)
 def test_results_have_the_axes_that_are_described(dialect: str) -> None:
     operator = OPERATORS[dialect]
-    for vector in read(PUBLISHED, dialect):
+    for vector in read(published(), dialect):
         for name, x in (vector.expected or {}).items():
             base = name.partition(".")[0]
             if "@" in name or base not in operator.outputs:
@@ -142,7 +166,7 @@ def test_described_shapes_count_history_and_repeated_heads(capsys: pytest.Captur
 
 
 def legal(dialect: str) -> list[Vector]:
-    return [vector for vector in read(PUBLISHED, dialect) if vector.expected is not None]
+    return [vector for vector in read(published(), dialect) if vector.expected is not None]
 
 
 def test_pages_start_at_any_slot_and_offsets_come_in_any_order() -> None:

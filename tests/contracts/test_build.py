@@ -23,6 +23,7 @@ print(find_torch())
 """
 
 
+@pytest.mark.process
 def test_an_isolated_build_finds_the_torch_of_its_environment() -> None:
     command = [sys.executable, "-c", ISOLATED, str(SCRIPTS)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

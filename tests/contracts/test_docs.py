@@ -11,7 +11,12 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_CODE = [page for page in PAGES if SNIPPET.search(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def marked(page: Path) -> object:
+    marks = [pytest.mark.compile] if "torch.compile" in page.read_text(encoding="utf-8") else []
+    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in WITH_CODE])
 def test_snippets_run(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     namespace: dict[str, object] = {}

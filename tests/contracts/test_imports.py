@@ -7,6 +7,8 @@ import pytest
 
 import kvloom
 
+pytestmark = pytest.mark.process
+
 
 def run_python(code: str) -> str:
     """Standard output of ``code`` in a fresh interpreter."""

@@ -14,6 +14,7 @@ from contracts.test_hosts import script
 RELEASE = script("release")
 X86 = "manylinux_2_27_x86_64.manylinux_2_28_x86_64"
 ARM = "manylinux_2_27_aarch64"
+FILES = {"kvloom_conform": "3.0.0", "kvloom_model": "1.0.0"}
 
 
 def write_wheel(
@@ -43,17 +44,20 @@ def write_sdist(folder: Path, name: str, version: str, files: tuple[str, ...]) -
 
 @pytest.fixture
 def dist(tmp_path: Path) -> Path:
-    write_wheel(tmp_path, "kvloom_model", "1.0.0", "any")
+    for name, version in FILES.items():
+        write_wheel(tmp_path, name, version, "any")
     write_wheel(tmp_path, "kvloom", "0.2.0", X86)
     write_wheel(tmp_path / "aarch64", "kvloom", "0.2.0", ARM)
-    for name, version in (("kvloom_model", "1.0.0"), ("kvloom", "0.2.0")):
+    for name, version in {**FILES, "kvloom": "0.2.0"}.items():
         write_sdist(tmp_path, name, version, ("PKG-INFO", "pyproject.toml", "LICENSE"))
     return tmp_path
 
 
-def test_a_whole_release_is_uploaded_model_first(dist: Path) -> None:
-    names = [path.name for path in RELEASE.check(dist, "0.2.0", "1.0.0")]
+def test_a_whole_release_is_uploaded_what_extras_ask_for_first(dist: Path) -> None:
+    names = [path.name for path in RELEASE.check(dist, "0.2.0", FILES)]
     assert names == [
+        "kvloom_conform-3.0.0-py3-none-any.whl",
+        "kvloom_conform-3.0.0.tar.gz",
         "kvloom_model-1.0.0-py3-none-any.whl",
         "kvloom_model-1.0.0.tar.gz",
         f"kvloom-0.2.0-py3-none-{X86}.whl",
@@ -78,7 +82,7 @@ WRONG = {
         "must be kvloom-0.2.0-py3-none for manylinux_2_28_x86_64 or older",
     ),
     "another processor": (replace(ARM), "for manylinux_2_28_x86_64 or older"),
-    "too large": (replace(X86, **{"kvloom/x": bytes(6_000_000)}), "at most 6,000,000 bytes, got 6,00"),
+    "too large": (replace(X86, **{"kvloom/x": bytes(3_000_000)}), "at most 3,000,000 bytes, got 3,00"),
     "another version": (replace(X86, says="0.1.0"), "must say its name, got kvloom 0.1.0"),
     "other tags": (
         replace(X86, **{"kvloom-0.2.0.dist-info/WHEEL": b"Tag: py3-none-any\n"}),
@@ -104,7 +108,7 @@ def test_a_release_is_refused(what: str, dist: Path) -> None:
     change, message = WRONG[what]
     change(dist)
     with pytest.raises(RELEASE.ReleaseError, match=message):
-        RELEASE.check(dist, "0.2.0", "1.0.0")
+        RELEASE.check(dist, "0.2.0", FILES)
 
 
 def test_a_wheel_without_the_library_is_refused(dist: Path) -> None:
@@ -115,7 +119,7 @@ def test_a_wheel_without_the_library_is_refused(dist: Path) -> None:
         for name, content in files.items():
             archive.writestr(name, content)
     with pytest.raises(RELEASE.ReleaseError, match="libkvloom_cpu"):
-        RELEASE.check(dist, "0.2.0", "1.0.0")
+        RELEASE.check(dist, "0.2.0", FILES)
 
 
 BEFORE = "# Changelog\n\n## Unreleased\n\n{news}## 0.1.0 (2026-01-02)\n\n* First.\n"

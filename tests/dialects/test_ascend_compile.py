@@ -17,6 +17,8 @@ from kvloom.dialects.ascend import torch_npu
 from kvloom.dialects.ascend.nct import collect
 from kvloom.errors import ArgumentError
 
+pytestmark = pytest.mark.compile
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:

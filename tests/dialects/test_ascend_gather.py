@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from campaign import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import bits
@@ -143,7 +144,7 @@ def test_defaults_are_plain_lengths_and_norm() -> None:
     assert_gathers(ascend.gather_pa_kv_cache, call)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=times(80))
 @given(data=st.data())
 def test_any_table_lengths_and_offsets(data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(sorted(FORMS)))

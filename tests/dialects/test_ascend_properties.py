@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from campaign import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import bits
@@ -26,7 +27,7 @@ from kvloom.conform.oracles import ascend as ascend_golden
 from kvloom.dialects import ascend
 
 RULES = ("Alibi", "Rope", "Omni")
-SETTINGS = settings(max_examples=100, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=times(100))
 PAIRS = [(dtype, index) for dtype in DTYPES for index in INDICES]
 
 
@@ -107,7 +108,7 @@ def test_planned_runs_read_back_as_slices(plan: Plan, block_size: int, dims: int
                     bits.assert_same_bits(flat[slot + k], tokens[piece, h], f"token {k} of run {p}")
 
 
-@settings(SETTINGS, max_examples=40)
+@settings(max_examples=times(40))
 @given(data=st.data())
 def test_norm_and_fractal_caches_hold_the_same(data: st.DataObject) -> None:
     dtype, index = data.draw(st.sampled_from(PAIRS))
@@ -126,7 +127,7 @@ def test_norm_and_fractal_caches_hold_the_same(data: st.DataObject) -> None:
         bits.assert_same_bits(ascend.nz_to_nd(fractal[name], heads), norm[name], name)
 
 
-@settings(SETTINGS, max_examples=60)
+@settings(max_examples=times(60))
 @given(data=st.data())
 def test_gather_returns_what_scatter_wrote(data: st.DataObject) -> None:
     mode, dtype = data.draw(st.sampled_from(["Norm", "PA_NZ"])), data.draw(st.sampled_from(DTYPES))

@@ -6,7 +6,6 @@ Eager calls are compared with the documents elsewhere; here compiled ones are co
 from __future__ import annotations
 
 import inspect
-import os
 import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaign import is_whole
 from oracles import bits
 from oracles.ascend_cases import (
     assert_same_memory,
@@ -45,6 +45,8 @@ from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import ascend, onnx, pmx
 from kvloom.dialects.ascend import torch_npu
 from kvloom.dialects.pmx import static
+
+pytestmark = pytest.mark.compile
 
 F16, I64 = torch.float16, torch.int64
 Case = tuple[Callable[..., object], Callable[[torch.Generator], Call]]
@@ -231,8 +233,8 @@ SPELLINGS = {
         "6 Nct", "6 empty", "4 Alibi 3-D", "3 Rope implied",
     )
 }  # fmt: skip
-"""Others of a mode that is compiled anyway: ``KVLOOM_PRODUCTS=1`` has them, as `make slow` does."""
-SKIPPED = SPELLINGS if os.environ.get("KVLOOM_PRODUCTS", "0") == "0" else set()
+"""Others of a mode that is compiled anyway: ``--campaign`` has them."""
+SKIPPED = SPELLINGS if not is_whole() else set()
 CASES = {name: case for name, case in cases() if name not in SKIPPED}
 
 

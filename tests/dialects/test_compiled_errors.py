@@ -15,6 +15,8 @@ from kvloom import ops
 from kvloom.dialects import ascend, pmx
 from kvloom.errors import ArgumentError
 
+pytestmark = pytest.mark.compile
+
 attention = pmx.dynamic_batching.multi_head_cache_attention
 REFUSED = (
     IndexError if ops.cpu_kernels() else ArgumentError

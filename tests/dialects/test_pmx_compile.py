@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kvloom.dialects import pmx
 
+pytestmark = pytest.mark.compile
+
 dynamic = pmx.dynamic_batching
 
 SEQSTARTS, KVSTARTS = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 9])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+from campaign import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import bits
@@ -72,7 +73,7 @@ def by_token(cache: Tensor, axes: str) -> Tensor:
     return cache.permute([axes.index(axis) for axis in "TLKHD"])
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=times(80))
 @given(data=st.data())
 def test_random_programs_behave_like_a_dict_of_slots(data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from([0, 1, 2, 3]))
@@ -134,7 +135,7 @@ class Sequences:
         return Batch("page", tuple(new), tuple(start_pos), rows, self.num_slots, self.page_size)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=times(25))
 @given(data=st.data())
 def test_prefill_decode_fork_and_roll_back_equal_the_golden(data: st.DataObject) -> None:
     rng = bits.generator(data.draw(st.integers(0, 99)))

@@ -4,13 +4,13 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from kvloom.graphics.svg import Axis, Picture
+from kvloom.graphics.svg import Axis, Svg
 
 HOSTILE = "</text><script>a & b</script>\"'"
 
 
 def test_texts_titles_and_attributes_are_escaped() -> None:
-    picture = Picture(10, 10, aria_label=HOSTILE)
+    picture = Svg(10, 10, aria_label=HOSTILE)
     picture.text(1, 2, HOSTILE, "end", class_=HOSTILE)
     picture.rect(1, 2, 3, 4, HOSTILE, fill=HOSTILE)
     picture.dot(1, 2, 3, HOSTILE, HOSTILE)
@@ -26,7 +26,7 @@ def test_texts_titles_and_attributes_are_escaped() -> None:
 
 
 def test_numbers_are_rounded_and_no_longer_than_needed() -> None:
-    picture = Picture(100.0, 50, style="")
+    picture = Svg(100.0, 50, style="")
     picture.path([(1 / 3, 2.0), (1000.5, 2e-9)], stroke_width=1.5)
     assert str(picture).splitlines() == [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 50" width="100" height="50">',

@@ -1,18 +1,15 @@
 """Whatever an operator is given, it answers or refuses: no crash, no byte changed by a call that raises, and
-none ever outside the tensors of the call.
-
-``KVLOOM_HOSTILE`` is the number of calls of each operator, 150 if it is not set.
-"""
+none ever outside the tensors of the call."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from campaign import times
 from hostile.arguments import hostile
 from hostile.calls import BARE, PUBLIC, Call
 from hostile.dialect_calls import DIALECTS
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from kvloom.errors import KVError
 
-NUM_CALLS = int(os.environ.get("KVLOOM_HOSTILE", "150"))
+NUM_CALLS = times(150)
 GUARD = 256  # bytes before and behind each tensor
 
 
@@ -65,12 +62,14 @@ def attack(make: Callable[[random.Random], Call], seed: int, refusals: tuple[typ
     return False
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("make", BARE, ids=lambda make: make.__name__)
 def test_bare_operators_stay_within_their_tensors(make: Callable[[random.Random], Call]) -> None:
     refused = sum(attack(make, seed, (Exception,)) for seed in range(NUM_CALLS))
     assert 0 < refused < NUM_CALLS
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("make", (*PUBLIC, *DIALECTS), ids=lambda make: make.__name__)
 def test_public_functions_refuse_in_our_words(make: Callable[[random.Random], Call]) -> None:
     refused = sum(attack(make, seed, (KVError,)) for seed in range(NUM_CALLS))

@@ -82,7 +82,7 @@ def call_all(side: str, axes: str) -> None:
         ops.copy(kv, slots[:9], kv, slots[-9:])
         for scores in (Scores(), biased):
             part = ops.attend_part(query, kv, batch, scores, skip=4, skip_from=one)
-            prior = ops.Part(fence(part.out), fence(part.lse))
+            prior = ops.AttendedPart(fence(part.out), fence(part.lse))
             ops.attend_part(query, kv, batch, scores, prior=prior)
             ops.attend(query, kv, batch, scores, out=out)
 

@@ -137,7 +137,7 @@ def test_ragged_batches(kind: Kind) -> None:
 def test_parts(kind: Kind) -> None:
     """What leaves out newest tokens, and is merged with another part."""
 
-    def parts(new: int, last: int) -> ops.Part:
+    def parts(new: int, last: int) -> ops.AttendedPart:
         piece = alone(case, 0, new, last)
         old = ops.attend_part(piece.query, piece.kv, piece.batch(), skip=20, backend="cpu")
         return ops.attend_part(

@@ -19,6 +19,8 @@ from kvloom.core.views import KVView
 from kvloom.errors import ShapeError
 from kvloom.ops import Batch, KeyOffset, Scores
 
+pytestmark = pytest.mark.compile
+
 Arguments = dict[str, Any]
 Result = tuple[Tensor, ...]
 

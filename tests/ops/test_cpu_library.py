@@ -67,6 +67,7 @@ def test_kernels_stand_under_the_dispatch_key_of_the_cpu(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"kvloom::{name}", "CPU")
 
 
+@pytest.mark.process
 @compiled
 def test_every_machine_can_be_told_to_use_the_baseline() -> None:
     done = run(STORE + "from kvloom.ops.impl import cpu\nprint(cpu.ISA)", KVLOOM_ISA="baseline")
@@ -132,6 +133,7 @@ def test_bits_do_not_depend_on_where_attention_prefetches(quant: QuantSpec | Non
     assert torch.equal(*found) and found[0].isfinite().all()
 
 
+@pytest.mark.process
 def test_without_a_library_a_warning_says_so_once_and_all_but_the_named_backend_works() -> None:
     code = f"""{STORE}
 import kvloom.dialects.pmx, kvloom.ops.impl.cpu as cpu
@@ -150,6 +152,7 @@ except NotImplementedError as error:
     ), done
 
 
+@pytest.mark.process
 def test_without_a_library_layers_store_any_number_of_tokens() -> None:
     done = run(LAYERS, KVLOOM_LIBRARY="/nowhere/libkvloom_cpu.so", KVLOOM_ISA="")
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,8 @@ from kvloom.dialects import pmx
 from kvloom.errors import ArgumentError, KVError, OutOfMemory, ShapeError
 from kvloom.ops import Batch
 
+pytestmark = pytest.mark.process
+
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "reference"])
 bare = torch.ops.kvloom
 HND = CacheLayout("B H S D")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvloom import Batch, ops
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
-from kvloom.ops import Part, Scores, alibi_slopes
+from kvloom.ops import AttendedPart, Scores, alibi_slopes
 from kvloom.ops.impl import cpu
 
 NEW, STORED = [3, 1, 20, 2], [7, 530, 60, 2]
@@ -26,7 +26,7 @@ SCORES = options(4, sum(NEW), sum(STORED))
 
 
 @pytest.fixture(params=["auto", "reference"])
-def attend_part(request: pytest.FixtureRequest) -> partial[Part]:
+def attend_part(request: pytest.FixtureRequest) -> partial[AttendedPart]:
     return partial(ops.attend_part, backend=request.param)
 
 
@@ -64,7 +64,7 @@ def logits(case: Case, scores: Scores, skip: int, skip_from: list[int]) -> list[
 
 
 def assert_lse(
-    part: Part, case: Case, scores: Scores, skip: int = 0, skip_from: tuple[int, ...] = ()
+    part: AttendedPart, case: Case, scores: Scores, skip: int = 0, skip_from: tuple[int, ...] = ()
 ) -> None:
     each = logits(case, scores, skip, list(skip_from) or [0] * len(case.new))
     expected = torch.cat([x.logsumexp(-1).mT for x in each])
@@ -74,7 +74,9 @@ def assert_lse(
 
 @pytest.mark.parametrize("scores", [Scores(), *SCORES.values()], ids=["default", *SCORES])
 @pytest.mark.parametrize("kind", [PLAIN, INT4], ids=str)
-def test_part_of_all_tokens_is_attention(attend_part: partial[Part], kind: Kind, scores: Scores) -> None:
+def test_part_of_all_tokens_is_attention(
+    attend_part: partial[AttendedPart], kind: Kind, scores: Scores
+) -> None:
     case = make_case(NEW, STORED, kind=kind)
     part = attend_part(case.query, case.kv, case.batch(), scores)
     assert (part.out.dtype, part.lse.dtype) == (torch.float32, torch.float32)
@@ -90,7 +92,7 @@ def test_part_of_all_tokens_is_attention(attend_part: partial[Part], kind: Kind,
 @pytest.mark.parametrize("kind", [PLAIN, Kind(torch.bfloat16), INT8, codes(8, 32), codes(4, 64)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_every_kernel_says_its_sums(
-    attend_part: partial[Part], head_dim: int, kind: Kind, dtype: torch.dtype
+    attend_part: partial[AttendedPart], head_dim: int, kind: Kind, dtype: torch.dtype
 ) -> None:
     case = make_case(
         [1, 40], [530, 70], kind=kind, dtype=dtype, head_dim=head_dim, page_size=16, block_size=16
@@ -106,7 +108,7 @@ def test_every_kernel_says_its_sums(
 @pytest.mark.parametrize("skip", [1, 5, 64, 10**30])
 @pytest.mark.parametrize("skip_from", [(), (2, 500, 0, 9)])
 def test_newest_tokens_are_left_out(
-    attend_part: partial[Part], scores: Scores, skip: int, skip_from: tuple[int, ...]
+    attend_part: partial[AttendedPart], scores: Scores, skip: int, skip_from: tuple[int, ...]
 ) -> None:
     case = make_case(NEW, STORED, kind=INT8)
     skip = min(skip, 2**62)
@@ -119,8 +121,8 @@ def test_newest_tokens_are_left_out(
 
 
 def window_and_rest(
-    attend_part: partial[Part], case: Case, scores: Scores, skip: int, skip_from: Tensor | None
-) -> Part:
+    attend_part: partial[AttendedPart], case: Case, scores: Scores, skip: int, skip_from: Tensor | None
+) -> AttendedPart:
     """The newest tokens of each query, and then all others; sinks count once."""
     batch = case.batch()
     first = torch.zeros(len(case.new), dtype=torch.int64)
@@ -141,7 +143,11 @@ def window_and_rest(
 )
 @pytest.mark.parametrize("skip_from", [None, [2, 500, 55, 0]])
 def test_two_parts_are_the_whole(
-    attend_part: partial[Part], kind: Kind, dtype: torch.dtype, scores: Scores, skip_from: list[int] | None
+    attend_part: partial[AttendedPart],
+    kind: Kind,
+    dtype: torch.dtype,
+    scores: Scores,
+    skip_from: list[int] | None,
 ) -> None:
     case = make_case(NEW, STORED, kind=kind, dtype=dtype, head_dim=32, page_size=16, block_size=16)
     case.first_visible = [0, 3, 50, 1]
@@ -170,7 +176,7 @@ def test_tokens_one_by_one_have_the_bits_of_all_at_once(kind: Kind) -> None:
         assert_same_bits(part.lse[0], whole.lse[i], "lse")
 
 
-def test_part_without_tokens_changes_nothing(attend_part: partial[Part]) -> None:
+def test_part_without_tokens_changes_nothing(attend_part: partial[AttendedPart]) -> None:
     case = make_case([1, 3], [5, 600])
     nothing = attend_part(case.query, case.kv, case.batch(), skip=10**9)
     assert bool((nothing.lse == -math.inf).all()) and not nothing.out.any()
@@ -182,18 +188,18 @@ def test_part_without_tokens_changes_nothing(attend_part: partial[Part]) -> None
         torch.testing.assert_close(part.lse, expected.lse, rtol=1e-6, atol=0)
 
 
-def test_weight_of_zero_hides_nan_of_the_other_part(attend_part: partial[Part]) -> None:
+def test_weight_of_zero_hides_nan_of_the_other_part(attend_part: partial[AttendedPart]) -> None:
     case = make_case([2], [600])
     alone = attend_part(case.query, case.kv, case.batch())
     for lse in (-math.inf, -1000.0):
-        bad = Part(torch.full_like(alone.out, math.nan), torch.full_like(alone.lse, lse))
+        bad = AttendedPart(torch.full_like(alone.out, math.nan), torch.full_like(alone.lse, lse))
         part = attend_part(case.query, case.kv, case.batch(), prior=bad)
         torch.testing.assert_close(part.out, alone.out)
         torch.testing.assert_close(part.lse, alone.lse)
     key = case.kv.value
     assert key is not None
     key.cache.fill_(math.nan)
-    other = Part(torch.ones_like(alone.out), torch.full_like(alone.lse, 1000.0))
+    other = AttendedPart(torch.ones_like(alone.out), torch.full_like(alone.lse, 1000.0))
     part = attend_part(case.query, case.kv, case.batch(), prior=other)
     assert_same_bits(part.out, other.out, "out")
     seen = attend_part(case.query, case.kv, case.batch(), prior=other._replace(lse=alone.lse))
@@ -201,7 +207,9 @@ def test_weight_of_zero_hides_nan_of_the_other_part(attend_part: partial[Part]) 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_broken_scores_break_what_they_are_merged_into(attend_part: partial[Part], bad: float) -> None:
+def test_broken_scores_break_what_they_are_merged_into(
+    attend_part: partial[AttendedPart], bad: float
+) -> None:
     case = make_case([1], [70])
     alone = attend_part(case.query, case.kv, case.batch())
     broken = attend_part(torch.full_like(case.query, bad), case.kv, case.batch())
@@ -232,32 +240,33 @@ def test_few_threads_and_many_give_the_same_bits() -> None:
         (ArgumentError, "skip must be", {"skip": 1.5}),
         (ShapeError, "skip_from must", {"skip": 1, "skip_from": torch.zeros(3, dtype=torch.int64)}),
         (ShapeError, "skip_from must", {"skip": 1, "skip_from": torch.zeros(2)}),
-        (ArgumentError, "prior must be a Part, got int", {"prior": 3}),
-        (ArgumentError, "prior must be a Part, got tuple", {"prior": (torch.zeros(4, 4, 8),)}),
-        (ShapeError, r"prior\.out must", {"prior": Part(torch.zeros(4, 4, 9), torch.zeros(4, 4))}),
-        (ShapeError, r"prior\.out must", {"prior": Part(None, None)}),
-        (ShapeError, r"prior\.lse must", {"prior": Part(torch.zeros(4, 4, 8), torch.zeros(4, 3))}),
-        (ShapeError, r"prior\.lse must", {"prior": Part(torch.zeros(4, 4, 8), torch.zeros(4, 4).half())}),
+        (ArgumentError, "prior must be an AttendedPart, got int", {"prior": 3}),
+        (ArgumentError, "prior must be an AttendedPart, got tuple", {"prior": (torch.zeros(4, 4, 8),)}),
+        (ShapeError, r"prior\.out must", {"prior": AttendedPart(torch.zeros(4, 4, 9), torch.zeros(4, 4))}),
+        (ShapeError, r"prior\.out must", {"prior": AttendedPart(None, None)}),
+        (ShapeError, r"prior\.lse must", {"prior": AttendedPart(torch.zeros(4, 4, 8), torch.zeros(4, 3))}),
+        (ShapeError, r"prior\.lse must",
+         {"prior": AttendedPart(torch.zeros(4, 4, 8), torch.zeros(4, 4).half())}),
         (ArgumentError, r"prior\.out must be contiguous",
-         {"prior": Part(torch.zeros(4, 4, 16)[..., ::2], torch.zeros(4, 4))}),
+         {"prior": AttendedPart(torch.zeros(4, 4, 16)[..., ::2], torch.zeros(4, 4))}),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(
-    attend_part: partial[Part], error: type[Exception], match: str, change: dict[str, object]
+    attend_part: partial[AttendedPart], error: type[Exception], match: str, change: dict[str, object]
 ) -> None:
     case = make_case([1, 3], [5, 6])
     with pytest.raises(error, match=match):
         attend_part(case.query, case.kv, case.batch(), **change)
 
 
-def test_more_new_tokens_than_stored_ones_are_refused(attend_part: partial[Part]) -> None:
+def test_more_new_tokens_than_stored_ones_are_refused(attend_part: partial[AttendedPart]) -> None:
     case = make_case([1, 3], [5, 6])
     batch = Batch(case.batch().index, torch.tensor([0, 1, 4]), torch.tensor([0, 5, 7]))
     with pytest.raises(ArgumentError, match="kvstarts must give sequence 1 at least its 3 new tokens"):
         attend_part(case.query, case.kv, batch, Scores(is_causal=False), skip=2)
 
 
-def test_no_gradient(attend_part: partial[Part]) -> None:
+def test_no_gradient(attend_part: partial[AttendedPart]) -> None:
     case = make_case([1], [5])
     part = attend_part(case.query.requires_grad_(), case.kv, case.batch())
     with pytest.raises(UnsupportedError, match="no gradient"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 
+import pytest
 import torch
+from campaign import times
 from hypothesis import given
 from hypothesis import strategies as st
 from ops.pools import ALL_AXES, INT2, INT4, INT8, Kind, Pool, make_pool, new_tokens
@@ -116,9 +117,10 @@ def walk(axes: str, seed: int, steps: int) -> int:
     return loaded
 
 
+@pytest.mark.campaign
 def test_long_walk_agrees_with_a_dict() -> None:
-    """20,000 steps, every loaded row compared."""
-    steps = max(20_000, 200 * int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0")))
+    """Every loaded row is compared."""
+    steps = times(20_000)
     layouts = ("L 2 T H D", "B 2 H S D", "B H D/4 S D%4", "B H S/2 D S%2", "B (H D/4) S D%4")
     loaded = sum(walk(axes, seed, steps // len(layouts)) for seed, axes in enumerate(layouts))
     assert loaded > steps / 2

@@ -18,6 +18,8 @@ from kvloom.errors import UnsupportedError
 from kvloom.ops import api, cuda_kernels, schemas
 from kvloom.ops.impl import triton
 
+pytestmark = pytest.mark.process
+
 
 def run(code: str, **environment: str) -> str:
     """Standard output of ``code`` in a fresh process that interprets no kernels unless told to."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ops import kernels
 
-pytestmark = kernels.pytestmark
+pytestmark = [*kernels.pytestmark, pytest.mark.process]
 
 SHARED_OF_A_BLOCK = 227 << 10
 ATTEND = ["attend_kernel", "attend_kernel", "merge_kernel"]  # many new tokens, few of them

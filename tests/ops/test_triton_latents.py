@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvloom import KVView, ops
 from kvloom.errors import UnsupportedError
-from kvloom.ops import Part, Scores
+from kvloom.ops import AttendedPart, Scores
 
 pytestmark = kernels.pytestmark
 
@@ -41,13 +41,13 @@ def attend(case: Case, scores: Scores | None = None) -> Tensor:
         return ops.attend(*moved, is_latent=True, backend="triton").cpu()
 
 
-def attend_part(case: Case, scores: Scores, prior: Part | None = None, **how: Any) -> Part:
+def attend_part(case: Case, scores: Scores, prior: AttendedPart | None = None, **how: Any) -> AttendedPart:
     """By Triton's kernels."""
     before = (None, None) if prior is None else tuple(prior)
     with there(case.query, case.kv, case.batch(), scores, *before) as (query, kv, batch, scores, *before):
-        prior = None if prior is None else Part(*before)
+        prior = None if prior is None else AttendedPart(*before)
         part = ops.attend_part(query, kv, batch, scores, is_latent=True, prior=prior, backend="triton", **how)
-        return Part(*(x.cpu() for x in part))
+        return AttendedPart(*(x.cpu() for x in part))
 
 
 def assert_right(case: Case, scores: Scores | None = None) -> None:
@@ -105,8 +105,8 @@ def test_scores(name: str, kind: Kind) -> None:
 def test_parts_are_those_of_the_reference(kind: Kind, name: str, dtype: torch.dtype) -> None:
     case, scores = latent_case(64, 16, kind, dtype, **SHORT), SCORES[name]
     near = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}[dtype]
-    expected: Part | None = None
-    actual: Part | None = None
+    expected: AttendedPart | None = None
+    actual: AttendedPart | None = None
     for how in ({"skip": 9}, {}):
         expected = ops.attend_part(
             case.query,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaign import times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops import kernels
@@ -189,7 +190,7 @@ def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> Non
                 assert_same_bits(as_integers(got), as_integers(want), "loaded")
 
 
-@settings(max_examples=30)
+@settings(max_examples=times(30))
 @given(st.data())
 def test_any_call_is_done_alike(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS), label="kind")

@@ -16,7 +16,7 @@ from oracles.bits import FLOATS
 from oracles.pairs import pairwise
 
 from kvloom import ops
-from kvloom.ops import Part, Scores
+from kvloom.ops import AttendedPart, Scores
 
 pytestmark = kernels.pytestmark
 
@@ -24,16 +24,16 @@ SCORES = options(4, 21, 360)
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 
-def attend_part(case: Case, scores: Scores, prior: Part | None = None, **how: Any) -> Part:
+def attend_part(case: Case, scores: Scores, prior: AttendedPart | None = None, **how: Any) -> AttendedPart:
     """By Triton's kernels."""
     names, values = zip(*how.items(), strict=True) if how else ((), ())
     before = (None, None) if prior is None else tuple(prior)
     with there(case.query, case.kv, case.batch(), scores, *values, *before) as moved:
         query, kv, batch, scores, *rest = moved
         options = dict(zip(names, rest[: len(names)], strict=True))
-        prior = None if prior is None else Part(*rest[len(names) :])
+        prior = None if prior is None else AttendedPart(*rest[len(names) :])
         part = ops.attend_part(query, kv, batch, scores, prior=prior, backend="triton", **options)
-        return Part(*(x.cpu() for x in part))
+        return AttendedPart(*(x.cpu() for x in part))
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_parts_are_those_of_the_reference(kind: Kind, dtype: torch.dtype, name: 
     scores = SCORES.get(name, Scores())
     skip = {"skip": 9, "skip_from": torch.tensor([45, 0])}
     first, second = {}, skip
-    expected: Part | None = None
-    actual: Part | None = None
+    expected: AttendedPart | None = None
+    actual: AttendedPart | None = None
     for how in (second, first):
         expected = ops.attend_part(
             case.query, case.kv, case.batch(), scores, prior=expected, backend="reference", **how
@@ -62,7 +62,7 @@ def test_weight_of_zero_hides_nan_of_the_other_part() -> None:
     case = make_case([20, 1], [60, 300])
     alone = attend_part(case, Scores())
     for lse in (-math.inf, -1000.0):
-        bad = Part(torch.full_like(alone.out, math.nan), torch.full_like(alone.lse, lse))
+        bad = AttendedPart(torch.full_like(alone.out, math.nan), torch.full_like(alone.lse, lse))
         for a, b in zip(attend_part(case, Scores(), prior=bad), alone, strict=True):
             torch.testing.assert_close(a, b)
     nothing = attend_part(case, Scores(), skip=10**9)

@@ -1,22 +1,22 @@
 """Tensor allocations that fail, one of a program after the other; then the step that it broke is tried again.
 
-``KVLOOM_FAILURES=1`` tries each of them, as ``make slow`` does; else every fourth of a step, from another one
+``pytest --campaign`` tries each of them; else every fourth of a step, from another one
 on in each step.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
 import torch
+from campaign import is_whole
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STRIDE = int(os.environ.get("KVLOOM_FAILURES", "4"))
+STRIDE = 1 if is_whole() else 4
 
 
 class Refusing(TorchDispatchMode):

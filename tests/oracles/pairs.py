@@ -1,14 +1,15 @@
 """All-pairs testing: a few cases in which any two values of any two parameters meet, or each value of one.
 
-``KVLOOM_PRODUCTS=1`` has all cases instead, as `make test-isa` and `make slow` do.
+``pytest --campaign`` has all cases instead, as `make test-isa` and `make slow` do.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
+
+from campaign import is_whole
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -17,7 +18,7 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     Chosen greedily, always one that has most new pairs, of these one whose pairs were met least: the same
     ones each time.
     """
-    if os.environ.get("KVLOOM_PRODUCTS", "0") != "0":
+    if is_whole():
         return list(itertools.product(*parameters))
     every = list(itertools.product(*(range(len(values)) for values in parameters)))
     bits: dict[Any, int] = {}  # of a pair
@@ -40,7 +41,7 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Each value once, with the cases of the product of ``others`` in turn."""
-    if os.environ.get("KVLOOM_PRODUCTS", "0") != "0":
+    if is_whole():
         return list(itertools.product(values, *others))
     return [(value, *rest) for value, rest in zip(values, itertools.cycle(itertools.product(*others)))]
 

@@ -26,7 +26,7 @@ from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
 from kvloom.serving.models import Model
 from kvloom.serving.server import application, listener_of, server_of
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 from kvloom.serving.settings import Settings
 
 TEMPLATE = (
@@ -43,7 +43,7 @@ PROMPT = (
 class Served:
     """A running server."""
 
-    session: Session
+    session: ServingSession
     port: int
     settings: Settings
 
@@ -70,7 +70,7 @@ class Served:
 
 def make_session(
     kv: str, config: dict[str, Any] | None, settings: Settings, model: Any = None, **options: Any
-) -> Session:
+) -> ServingSession:
     """A session that has not begun, of the bundled model or of another with its tokens.
 
     ``options`` are ``batch_invariant``, ``pack`` and ``store``.
@@ -79,7 +79,7 @@ def make_session(
     tokenizer.chat_template = TEMPLATE
     cb_config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 256, **(config or {})})
     model = bundled.float() if model is None else model
-    return Session(model, tokenizer, settings, cb_config, kv=kv, **options)
+    return ServingSession(model, tokenizer, settings, cb_config, kv=kv, **options)
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def running(models: list[Model], settings: Settings) -> Iterator[int]:
 
 
 @contextmanager
-def paced(session: Session, wait: Callable[[], object]) -> Iterator[None]:
+def paced(session: ServingSession, wait: Callable[[], object]) -> Iterator[None]:
     """Each step of a session first calls ``wait``; a step may still wait when the ``with`` block is left."""
     step = session.manager._generation_step
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvloom.store.backends import Stored
-from kvloom.store.backends.memory import Memory
+from kvloom.store.backends.memory import MemoryBackend
 
 _AGES = 20.0
 
 
-class Slow(Memory):
+class Slow(MemoryBackend):
     """A store in memory each of whose requests takes ``seconds``, and waits until ``is_free`` is set.
 
     Not for ever, so that whoever waits for it is told from whoever does not, and no test hangs.
@@ -51,9 +51,9 @@ class Slow(Memory):
 def slow_store(name: str, seconds: float = 0.0) -> Iterator[tuple[str, Slow]]:
     """The URL of a slow store, and itself."""
     url = f"memory://{name}"
-    Memory._shared[url] = made = Slow(seconds)
+    MemoryBackend._shared[url] = made = Slow(seconds)
     try:
         yield url, made
     finally:
         made.is_free.set()
-        del Memory._shared[url]
+        del MemoryBackend._shared[url]

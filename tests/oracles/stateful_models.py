@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from campaign import is_whole
 from transformers import models as families_of_transformers
 from transformers.cache_utils import Cache
 
@@ -144,5 +144,5 @@ def folders() -> list[str]:
 
 
 def mixers() -> list[str]:
-    """Of ``folders`` one for each mixer; ``KVLOOM_PRODUCTS=1`` has all, as `make slow` does."""
-    return [x for x in folders() if x not in TWINS or os.environ.get("KVLOOM_PRODUCTS", "0") != "0"]
+    """Of ``folders`` one for each mixer; ``pytest --campaign`` has all."""
+    return [x for x in folders() if x not in TWINS or is_whole()]

@@ -26,7 +26,7 @@ from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
 from kvloom.serving.models import Model
 from kvloom.serving.picture_chats import PictureChats
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 from kvloom.serving.settings import Settings
 from oracles.serving import Served, running
 
@@ -205,7 +205,7 @@ def served_seeing(
     """A server of a model that sees, by the name ``eyes``; ``options`` are of ``Settings``."""
     settings = Settings(port=0, **options)
     config = ContinuousBatchingConfig(page_size=16, num_blocks=256)
-    session = Session(
+    session = ServingSession(
         parts.model,
         parts.tokenizer,
         settings,

@@ -14,6 +14,7 @@ from paging.world import Request, World
 
 from kvloom.errors import StateError
 from kvloom.paging import Copy, PageRef
+from kvloom.paging.rings import FREE, IDLE, PASSED
 
 
 class Oracle(World):
@@ -164,8 +165,9 @@ class Oracle(World):
         """All there is to change."""
         pool, tree = self.pool, self.tree
         return (
-            [list(part) for part in (pool._generations, pool._counts, pool._free, pool._evictable)],
-            [dict(part) for part in (pool._parents, tree._nodes, tree._pages)],
-            [(node.page, node.num_children) for node in tree._nodes.values()],
+            [list(part) for part in (pool._generations, pool._counts, pool._flags, pool._parents)],
+            [list(pool._rings.each(ring)) for ring in (FREE, IDLE, PASSED)],
+            [(tree.text_of(ref), ref) for ref in tree.sealed()],
+            [(node, tree._nodes.num_children[node]) for node in tree._nodes],
             [(request.table.pages, request.table.num_tokens) for request in self.requests],
         )

@@ -55,7 +55,7 @@ def test_states_by_events_are_those_of_the_pool(seed: int, capacity: int) -> Non
         state = state_by_events(events)
         held = Counter(ref.id for request in world.requests for ref in request.table.pages)
         assert {page: counts.total() for page, counts in state.holders.items()} == held
-        assert state.nodes.keys() == world.tree._pages.keys()
+        assert state.nodes.keys() == {ref.id for ref in world.tree.sealed()}
         assert state.num_pages == world.pool.num_pages and len(events) <= capacity
         walk.run(20)
 

@@ -1,19 +1,16 @@
-"""An allocation that fails changes nothing, wherever it fails: no page is lost, none is given back twice.
-
-``KVLOOM_SCENARIOS`` is how many scenarios there are; ``make slow`` has more.
-"""
+"""An allocation that fails changes nothing, wherever it fails: no page is lost, none is given back twice."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from campaign import times
 from paging.oracle import Oracle
 from paging.world import Walk
 
-NUM_SCENARIOS = int(os.environ.get("KVLOOM_SCENARIOS", "50"))
+NUM_SCENARIOS = times(50)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("first", range(0, NUM_SCENARIOS, 25))
 def test_every_allocation_of_a_scenario_can_fail(first: int) -> None:
     num_failures = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from paging.world import append, append_all
 
@@ -163,3 +165,19 @@ def test_released_table_changes_no_table() -> None:
     with pytest.raises(StateError, match="this table was released"):
         append_all(tables, [1, 1])
     assert rows(tables[:1]) == [(6, [0, 1])]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_page_that_can_be_found_takes_200_bytes_beside_its_tokens(page_size: int) -> None:
+    num_pages, per_text = 4000, 40
+    texts = [[*range(i, i + per_text * page_size)] for i in range(num_pages // per_text)]
+    tracemalloc.start()
+    pool = PagePool(num_pages)
+    tree = PrefixTree(pool, page_size)
+    for text in texts:
+        for ref in reversed(tree.insert(text, pool.take(per_text))):
+            pool.release(ref)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert pool.num_evictable == num_pages
+    assert used <= num_pages * (200 + 8 * page_size)

@@ -11,6 +11,8 @@ import pytest
 
 import kvloom.paging
 
+pytestmark = pytest.mark.process
+
 SOURCES = sorted(Path(kvloom.paging.__file__).parent.glob("*.py"))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from campaign import times
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -93,6 +92,4 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 class TestBlocks(BlocksMachine.TestCase):
-    settings = settings(
-        max_examples=max(200, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))), stateful_step_count=50
-    )
+    settings = settings(max_examples=times(200), stateful_step_count=50)

@@ -24,10 +24,7 @@ class Scene:
 
     def is_there(self, salt: str, tokens: list[int], page: int) -> bool:
         text = salt, tuple(tokens[: (page + 1) * self.size])
-        return any(
-            content == text and self.pool.ref(ref.id) == ref and ref.id in self.pool._parents
-            for ref, content in self.contents.items()
-        )
+        return any(content == text and ref in self.tree.sealed() for ref, content in self.contents.items())
 
     def longest(self, salt: str, tokens: list[int]) -> int:
         """Pages of the longest prefix of which a query sees all that it may, token by token."""
@@ -38,7 +35,7 @@ class Scene:
             is_known = any(
                 content[0] == salt and list(content[1][:end]) == tokens[:end]
                 for ref, content in self.contents.items()
-                if self.pool.ref(ref.id) == ref and ref.id in self.pool._parents
+                if ref in self.tree.sealed()
             )
             if is_known and all(self.is_there(salt, tokens, page) for page in seen):
                 return count

@@ -21,9 +21,8 @@ MISSING = [name for name in (*PACKAGES, "openai", "llguidance") if find_spec(nam
 NEEDS_PACKAGES = [
     "test_access_log.py",
     "test_answers.py",
-    "test_bench.py",
+    "test_check_answers.py",
     "test_choosing.py",
-    "test_bench_against.py",
     "test_clients.py",
     "test_dashboard.py",
     "test_guard.py",

@@ -49,6 +49,21 @@ def test_usage_counts_tokens_that_were_found(client: openai.OpenAI) -> None:
     assert last.usage == second and last.choices == []
 
 
+def test_usage_is_counted_in_each_chunk_for_those_who_ask(client: openai.OpenAI) -> None:
+    """As load generators do, which vLLM's servers have this for."""
+    always = {"include_usage": True, "continuous_usage_stats": True}
+    options: dict[str, Any] = {"model": "bundled", "stream": True, "stream_options": always}
+    chat = [{"role": "user", "content": "list files"}]
+    for chunks in (
+        [*client.completions.create(**options, prompt=PROMPT, max_tokens=4)],
+        [*client.chat.completions.create(**options, messages=chat, max_completion_tokens=4)],
+    ):
+        usages: list[Any] = [chunk.usage for chunk in chunks]
+        counts = [usage.completion_tokens for usage in usages]
+        assert counts == sorted(counts) and counts[-1] == 4 and len(set(counts)) == 1 + 4 - (counts[0] == 1)
+        assert len({usage.prompt_tokens for usage in usages}) == 1
+
+
 def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
     text = expected("# user: list files\nimport os\n", 10)
     options: dict[str, Any] = {
@@ -192,7 +207,14 @@ def test_the_model_is_listed_and_another_is_not_found(client: openai.OpenAI) -> 
         ({"logprobs": 6}, "logprobs must be an integer of at least 0 and at most 5"),
         ({"nonsense": 1}, "'nonsense' is no field that is supported"),
         ({"cache_salt": 3}, "cache_salt must be a string"),
-        ({"stream_options": {"x": 1}}, "stream_options must be an object with include_usage"),
+        (
+            {"stream_options": {"x": 1}},
+            "stream_options must be an object of include_usage, continuous_usage_stats",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats must be left out where include_usage is not true",
+        ),
         ({"prompt": ""}, "the prompt must be at least one token"),
         ({"prompt": [1, -1]}, "the prompt must be token ids from 0 to 2047"),
         ({"prompt": [1, 2049]}, "the model's embedding has 2048 rows, got 2049"),

@@ -42,6 +42,7 @@ def test_a_server_can_be_tested() -> None:
     expect_installed()
 
 
+@pytest.mark.process
 def test_missing_packages_are_named_with_the_command_that_helps() -> None:
     done = run("serve", hidden=("starlette", "uvicorn"))
     assert done.returncode == 2
@@ -169,6 +170,7 @@ def test_keys_come_from_the_command_line_and_the_environment() -> None:
     assert keys_from([], {}) == ()
 
 
+@pytest.mark.process
 def test_a_server_that_is_not_started_imports_no_torch(tmp_path: Path) -> None:
     done = run("serve", str(tmp_path))
     assert done.returncode == 2 and done.stderr.endswith("False\n")

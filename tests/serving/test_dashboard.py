@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from browsers import NEEDS_BROWSER, opened, screenshots, wait
+from browsers import opened, screenshots, wait
 from oracles.serving import PROMPT, Served, paced, served
 
 from kvloom.serving import dashboard
@@ -130,7 +130,7 @@ def test_each_page_of_a_request_has_a_reason(
     assert dashboard.runs_of(num_prompt, num_found, num_tokens, 16) == runs
 
 
-@NEEDS_BROWSER
+@pytest.mark.browser
 def test_a_browser_shows_the_session_live(browser: Any, busy: Served, output: Path) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
@@ -181,7 +181,7 @@ def test_a_browser_shows_the_session_live(browser: Any, busy: Served, output: Pa
     assert not problems
 
 
-@NEEDS_BROWSER
+@pytest.mark.browser
 def test_a_request_that_ended_goes_below_the_running_ones_and_keeps_the_focus(
     browser: Any, server: Served
 ) -> None:

@@ -22,7 +22,7 @@ from oracles.serving import PROMPT, Served, paced, served
 
 from kvloom.serving import server as server_module
 from kvloom.serving.replies import EventStream
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 
 PATHS = [
     "/v1/chat/completions",
@@ -207,7 +207,7 @@ def test_a_method_that_there_is_not_says_which_there_are(server: Served) -> None
 
 
 @contextmanager
-def only_steps(session: Session, count: int) -> Iterator[None]:
+def only_steps(session: ServingSession, count: int) -> Iterator[None]:
     """Let the session compute so many steps, and others behind the ``with`` block."""
     left = threading.Semaphore(count)
     with paced(session, left.acquire):

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from browsers import NEEDS_BROWSER, opened, wait
+from browsers import opened, wait
 from oracles.serving import PROMPT, Served, make_session, running, serve
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,7 +76,7 @@ def test_all_are_listed_and_each_answers_by_its_names(server: Served) -> None:
 def test_any_of_a_models_ends_ends_an_answer(server: Served) -> None:
     """Published configurations of Llama 3, Gemma 3 and GLM have a list of ends."""
     session = make_session("auto", {"num_blocks": 64}, SETTINGS, other_model(eos_token_id=[2040, 2041]))
-    assert session.end_tokens == {2040, 2041}
+    assert session.reading.end_tokens == {2040, 2041}
     with running([Model(("noise",), session)], SETTINGS) as port:
         served = Served(session, port, SETTINGS)
         for end in (2040, 2041):
@@ -154,7 +154,7 @@ def test_metrics_and_states_name_the_model(models: list[Model], server: Served) 
     assert states[0]["models"] == states[1]["models"] == ["code", "noise"]
 
 
-@NEEDS_BROWSER
+@pytest.mark.browser
 def test_a_browser_shows_the_model_that_is_chosen(server: Served, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.select import Select

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import NEEDS_BROWSER, opened
+from browsers import opened
 from oracles.serving import PROMPT, Served, served
 
 from kvloom.serving.origins import may_ask
@@ -166,7 +166,7 @@ fetch(url, {method: "POST", headers, body})
 """
 
 
-@NEEDS_BROWSER
+@pytest.mark.browser
 @pytest.mark.parametrize("keys", [(), ("secret",)])
 def test_in_a_browser_the_allowed_page_reads_answers_and_another_none(
     keys: tuple[str, ...], tmp_path: Path

@@ -39,7 +39,7 @@ from transformers import ContinuousBatchingConfig
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import load_model
 from kvloom.serving.picture_chats import picture_chats
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 from kvloom.serving.settings import Settings
 from kvloom.serving.vision import processor_of
 
@@ -114,7 +114,10 @@ def test_texts_do_not_stand_for_pictures(llava: tuple[Seeing, Eyes]) -> None:
     messages = [*shown(ONE), {"role": "user", "name": "<image>", "content": "x"}]
     expect_refused(server, messages, "messages")
     expect_refused(
-        server, shown(ONE), "X-Session-Id must be left out", extra_headers={"X-Session-Id": "agent"}
+        server,
+        shown(ONE),
+        "X-Session-Id must be left out",
+        extra_headers={"X-Session-Id": "agent"},
     )
     body = json.dumps({"messages": shown(ONE)}).encode()
     status, said = server.send("POST", "/tokenize", body, "one")
@@ -174,7 +177,7 @@ def test_a_model_that_goes_on_otherwise_behind_pictures_answers_text_alone(
 def test_pack_only_is_refused(llava: tuple[Seeing, Eyes]) -> None:
     parts = seeing("llava")
     with pytest.raises(ArgumentError, match="pack must be another than 'only' for a model that sees"):
-        Session(
+        ServingSession(
             parts.model,
             parts.tokenizer,
             Settings(port=0),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import signal
 import socket
@@ -15,14 +14,17 @@ from urllib.request import Request, urlopen
 
 import openai
 import pytest
+from campaign import is_whole
 from oracles.serving import PROMPT, serve, started
 
 from kvloom.tracing.recording import causes_of, read_lines, requests_of
 
-# A process imports for seconds; `make slow` sends the other signal, too.
+pytestmark = pytest.mark.process
+
+# A process imports for seconds; ``--campaign`` sends the other signal, too.
 NUMBERS = 2 * 16 * 5 * 2 * 64
 """In a page: keys and values of 16 tokens in 5 layers with 2 heads of 64."""
-SIGNALS = [signal.SIGTERM, signal.SIGINT] if "KVLOOM_SIGNALS" in os.environ else [signal.SIGTERM]
+SIGNALS = [signal.SIGTERM, signal.SIGINT] if is_whole() else [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from kvloom.simulation.below import Below, Item
+from kvloom.simulation.below import Item, SimulatedStore
 
 
 def test_what_was_not_used_for_longest_goes_first() -> None:
     """Room for six tokens: pages of one, states of four."""
-    below = Below(6, 1, 4)
+    below = SimulatedStore(6, 1, 4)
     below.write([(1, False), (2, False), (2, True)])
     below.read([(1, False)])
     below.write([(3, False)])
@@ -35,7 +35,7 @@ def test_random_uses_leave_what_a_list_of_them_leaves() -> None:
     for seed in range(200):
         draw = random.Random(seed)
         capacity, sizes = draw.randrange(8, 40), (draw.randrange(1, 4), draw.randrange(1, 9))
-        below, uses = Below(capacity, *sizes), list[Item]()
+        below, uses = SimulatedStore(capacity, *sizes), list[Item]()
         for _ in range(60):
             items = [(draw.randrange(9), draw.random() < 0.3) for _ in range(draw.randrange(1, 5))]
             items = list(dict.fromkeys(items))

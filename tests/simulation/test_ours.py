@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from campaign import times
 from simulation.shapes import SHAPES, trace
 
 from kvloom.paging import worth
 from kvloom.simulation.replay import replay
 from kvloom.simulation.trace import BLOCK_TOKENS, Request
 
-NUM_BLOCKS = max(6_000, int(os.environ.get("KVLOOM_TRACE_BLOCKS", "0")))
+NUM_BLOCKS = times(6_000)
 MIXED = ("chats+in_turn", "agents+few_shot", "lately+at_random")
 
 
@@ -20,6 +19,7 @@ def rate(requests: list[list[int]], num_blocks: int, policy: str) -> float:
     return replay(made, num_blocks * BLOCK_TOKENS, policy).block_rate
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("name", [*SHAPES, *MIXED])
 def test_it_is_never_below_least_recently_used_by_more_than_one_point(name: str, backwards: bool) -> None:
@@ -29,6 +29,7 @@ def test_it_is_never_below_least_recently_used_by_more_than_one_point(name: str,
         assert ours > lru - 0.01, f"{ours:.3f} of {num_blocks} blocks, least recently used {lru:.3f}"
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "num_blocks", "points"), [("chats", 400, 1), ("few_shot", 100, 4), ("in_turn", 100, 15)]
 )

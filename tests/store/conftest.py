@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 from store.servers import NO_MOTO, NO_REDIS, redis_server, s3_server
 
-URLS = ["file", "memory", pytest.param("redis", marks=NO_REDIS), pytest.param("s3", marks=NO_MOTO)]
+URLS = [
+    "file",
+    "memory",
+    *(pytest.param(x, marks=[y, pytest.mark.process]) for x, y in (("redis", NO_REDIS), ("s3", NO_MOTO))),
+]
 
 
 @pytest.fixture(scope="module", params=URLS)

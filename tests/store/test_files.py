@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import times
 
 from kvloom.store.backends.files import Files
 
-NUM_KILLS = int(os.environ.get("KVLOOM_KILLS", "10"))
+NUM_KILLS = times(10)
 CALLS = ("open", "write", "fsync", "close")
 DATA = [b"x" * 5000, b"y" * 3000]
 
@@ -129,6 +130,8 @@ for i in range(100_000):
 """
 
 
+@pytest.mark.campaign
+@pytest.mark.process
 def test_a_killed_writer_loses_nothing_acknowledged(tmp_path: Path) -> None:
     for run in range(NUM_KILLS):
         root = tmp_path / str(run)

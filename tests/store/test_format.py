@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import struct
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
+from campaign import times
 from safetensors import deserialize
 from store.runs import CODES, PLAIN, damaged, fingerprint, make_run, rewritten
 
@@ -19,7 +19,7 @@ from kvloom.store.prefixes import Prefixes, salt_digest
 from kvloom.store.sums import checksum
 
 TOKENS = list(range(10, 18))
-NUM_CHANGED = int(os.environ.get("KVLOOM_DAMAGED", "20000"))
+NUM_CHANGED = times(20_000)
 
 
 def file_of(run: Run, data: bytes | bytearray) -> bytes:
@@ -96,6 +96,7 @@ def test_every_changed_byte_is_refused() -> None:
             file[at] = old
 
 
+@pytest.mark.campaign
 def test_random_damage_is_refused() -> None:
     rng = random.Random(0)
     good = file_of(*make_run(TOKENS[:4]))

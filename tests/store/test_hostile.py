@@ -22,7 +22,7 @@ from store.test_store import WHOSE, content, found, save
 from kvloom.store import KVStore
 from kvloom.store.backends import Stored
 from kvloom.store.backends.files import Files
-from kvloom.store.backends.memory import Memory
+from kvloom.store.backends.memory import MemoryBackend
 from kvloom.store.format import MAX_HEADER, DamagedRun, read_head
 from kvloom.store.survey import look
 
@@ -194,6 +194,7 @@ with KVStore(sys.argv[1], max_bytes=int(sys.argv[2])) as store:
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_processes_hold_one_limit_together(num_processes: int, tmp_path: Path) -> None:
     size = written(tmp_path, [1, 2]).stat().st_size
@@ -283,6 +284,7 @@ with KVStore(sys.argv[1], read="always") as again:
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_child_process_has_a_store_of_its_own(tmp_path: Path) -> None:
     environment = with_tests()
@@ -304,7 +306,7 @@ def test_a_store_that_was_away_gets_what_it_lacks(monkeypatch: pytest.MonkeyPatc
     with slow_store("near") as (near, _), slow_store("far") as (far, _):
         with KVStore(near, far, read="always") as store:
             with monkeypatch.context() as patch:
-                patch.setattr(Memory._shared[far], "put_if_absent", away)
+                patch.setattr(MemoryBackend._shared[far], "put_if_absent", away)
                 save(store, [1, 2])
                 store.flush()
             prefixes = store.prefixes(WHOSE, "", [1, 2])

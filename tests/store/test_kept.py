@@ -17,7 +17,7 @@ from store.test_store import WHOSE, found, save
 from kvloom.store import KVStore
 from kvloom.store.format import DamagedRun
 from kvloom.store.heads import Heads
-from kvloom.store.index import Entry, Index
+from kvloom.store.index import Index, IndexEntry
 from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest
 from kvloom.store.sums import PLAIN, checksum
 
@@ -104,7 +104,7 @@ def test_runs_are_followed_as_far_as_they_reach(sizes: tuple[int, ...]) -> None:
             tokens = TEXT[: first + size * rng.randint(1, 12 // size)]
             if rng.random() < 0.4:
                 tokens[rng.randrange(len(tokens))] = 99
-            index.add(Entry.of(make_run(tokens, first, page_size=size)[0], 0))
+            index.add(IndexEntry.of(make_run(tokens, first, page_size=size)[0], 0))
         start, num_tokens = rng.randint(0, 12), rng.randint(1, 24)
         prefixes = Prefixes(WHOSE.digest, salt_digest(""), TEXT[:num_tokens])
         segments = index.find(prefixes, start, num_tokens)
@@ -128,7 +128,7 @@ def test_runs_of_one_text_are_found_in_time_that_each_adds_alike() -> None:
     index, lines = Index(), list[int]()
     prefixes = Prefixes(WHOSE.digest, salt_digest(""), range(1200))
     for num_pages in range(1, 301):
-        index.add(Entry.of(make_run(range(4 * num_pages), 4 * num_pages - 4, page_size=4)[0], 0))
+        index.add(IndexEntry.of(make_run(range(4 * num_pages), 4 * num_pages - 4, page_size=4)[0], 0))
         if not num_pages % 100:
             assert len(index.find(prefixes, 0, 1200)) == num_pages
             lines.append(interrupted(0, lambda: index.find(prefixes, 0, 1200)))

@@ -96,6 +96,7 @@ def test_what_a_new_disk_has_is_no_folder_of_others(name: str, tmp_path: Path) -
     KVStore(f"file://{tmp_path}", max_bytes=1).close()
 
 
+@pytest.mark.process
 @NO_MOTO
 def test_objects_of_others_below_a_prefix_stay() -> None:
     with s3_server() as url:
@@ -200,6 +201,7 @@ def test_what_took_the_place_of_a_run_does_not_stop_those_behind_it(what: str, t
         assert found(store, [1, 2]) == 2
 
 
+@pytest.mark.process
 @NO_REDIS
 def test_keys_of_other_types_stop_nobody() -> None:
     with redis_server() as url:

@@ -12,7 +12,7 @@ from store.test_store import WHOSE, found, save
 from kvloom.cli import main
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
-from kvloom.store.names import Kind, kind_of, probe_name
+from kvloom.store.names import ObjectKind, kind_of, probe_name
 from kvloom.store.probe import Probe
 
 TEXT = [1, 2, 3, 4]
@@ -100,7 +100,7 @@ def test_probes_go_after_all_runs_and_are_no_runs(
     assert main(["store", "verify", str(tmp_path)]) == 0
     assert "probe" not in capsys.readouterr().out
     asked(url, probe(), is_saving=True, max_age=0.0)
-    (left,) = [x.name for x in Files(tmp_path).list_stored() if kind_of(x.name) is Kind.PROBE]
+    (left,) = [x.name for x in Files(tmp_path).list_stored() if kind_of(x.name) is ObjectKind.PROBE]
     assert left == NAME
     assert caplog.messages == []
 

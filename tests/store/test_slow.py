@@ -15,9 +15,9 @@ from store.runs import make_run
 from store.test_store import SIZE, WHOSE, content, found, save
 
 from kvloom.store import KVStore
-from kvloom.store.index import Entry
+from kvloom.store.index import IndexEntry
 from kvloom.store.index_objects import write_index
-from kvloom.store.names import Kind, index_name, kind_of
+from kvloom.store.names import ObjectKind, index_name, kind_of
 from kvloom.store.patience import Patience
 from kvloom.store.speed import Speed
 from kvloom.store.sums import PLAIN
@@ -220,7 +220,7 @@ def fill(backend: Slow, count: int, start: int = 0) -> list[list[int]]:
 
 
 def objects(backend: Slow) -> list[str]:
-    return [name for name in backend._objects if kind_of(name) is Kind.INDEX]
+    return [name for name in backend._objects if kind_of(name) is ObjectKind.INDEX]
 
 
 def test_heads_are_read_once_by_all(store: tuple[str, Slow]) -> None:
@@ -245,7 +245,7 @@ def test_an_index_that_is_damaged_costs_heads_and_no_run(store: tuple[str, Slow]
     data = bytearray(backend._objects[name][0])
     for at in (0, 17, 40, len(data) // 2, len(data) - 1):
         changed = bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :])
-        backend._objects = {x: y for x, y in backend._objects.items() if kind_of(x) is Kind.RUN}
+        backend._objects = {x: y for x, y in backend._objects.items() if kind_of(x) is ObjectKind.RUN}
         backend._objects[name] = changed, time.time()
         with KVStore(url, read="always") as second:
             assert [found(second, x) for x in texts[::50]] == [4] * 4
@@ -257,7 +257,7 @@ def test_an_index_that_says_what_is_not_so_costs_no_run(store: tuple[str, Slow])
     """Under a seal that is right: heads of another size, and digests of another text."""
     url, backend = store
     run, _ = make_run(TEXT)
-    right = Entry.of(run, len(run.head()))
+    right = IndexEntry.of(run, len(run.head()))
     for wrong in (
         right._replace(head_size=right.head_size + 8),
         right._replace(digests=(b"x" * 32, right.digests[-1])),
@@ -282,7 +282,7 @@ def test_an_index_lets_nobody_read_a_head_that_no_run_has(tmp_path: Path) -> Non
     (path,) = tmp_path.rglob("*.safetensors")
     os.truncate(path, size)
     run, _ = make_run(TEXT)
-    spelled = write_index([Entry.of(run, size - run.data_bytes)], PLAIN, lambda: None)
+    spelled = write_index([IndexEntry.of(run, size - run.data_bytes)], PLAIN, lambda: None)
     (tmp_path / index_name(WHOSE.folder, PLAIN.checksum(spelled))).write_bytes(spelled)
     tracemalloc.start()
     try:
@@ -301,7 +301,7 @@ def test_a_run_that_an_index_hides_is_found_once_it_is_saved_again(is_listed: bo
     with KVStore(url) as writer:
         save(writer, TEXT)
     run, _ = make_run(TEXT)
-    right = Entry.of(run, len(run.head()))
+    right = IndexEntry.of(run, len(run.head()))
     hidden = right.digests[-1][:20] + b"x" * 12
     spelled = write_index([right._replace(digests=(b"x" * 32, hidden))], PLAIN, lambda: None)
     (tmp_path / index_name(WHOSE.folder, PLAIN.checksum(spelled))).write_bytes(spelled)
@@ -336,7 +336,7 @@ def test_the_one_index_that_is_left_of_many_stays(store: tuple[str, Slow]) -> No
         reader.refresh(WHOSE)
         (kept,) = objects(backend)
         for i in range(9):
-            gone = Entry(f"{i}", 9, 9, 0, 2, (bytes([i]) * 32,))
+            gone = IndexEntry(f"{i}", 9, 9, 0, 2, (bytes([i]) * 32,))
             spelled = write_index([gone], PLAIN, lambda: None)
             backend._objects[index_name(WHOSE.folder, PLAIN.checksum(spelled))] = spelled, time.time()
         with KVStore(url, read="always") as other:

@@ -10,17 +10,18 @@ import threading
 from pathlib import Path
 
 import pytest
+from campaign import times
 from store.runs import fingerprint, make_run, with_tests
 
 from kvloom.errors import ArgumentError
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends.files import Files
 from kvloom.store.format import page_bytes
-from kvloom.store.index import Entry, Index
+from kvloom.store.index import Index, IndexEntry
 from kvloom.store.prefixes import DIGEST_BYTES, Prefixes, salt_digest
 
-NUM_LOOKUPS = int(os.environ.get("KVLOOM_LOOKUPS", "400"))
-NUM_SALTS = int(os.environ.get("KVLOOM_SALTS", "20000"))
+NUM_LOOKUPS = times(400)
+NUM_SALTS = times(20_000)
 WHOSE = fingerprint()
 SIZE = 2
 
@@ -213,6 +214,7 @@ def test_what_writes_behind_leaves_processors_to_others(tmp_path: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
+@pytest.mark.process
 def test_the_end_of_a_process_waits_for_what_is_queued(tmp_path: Path) -> None:
     code = "from store.test_store import *; s = KVStore(sys.argv[1]); [save(s, [i, i]) for i in range(20)]"
     subprocess.run(
@@ -227,11 +229,11 @@ def texts() -> list[list[int]]:
     return [[text % 3, text % 5, text, text][: 2 + text % 3 // 2 * 2] for text in range(30)]
 
 
-def look_and_save(url: str, seed: int) -> None:
+def look_and_save(url: str, seed: int, num_lookups: int) -> None:
     """Look for texts, each checked, and save them, in two threads."""
 
     def work(rng: random.Random) -> None:
-        for i in range(NUM_LOOKUPS):
+        for i in range(num_lookups):
             if i % 100 == 0:
                 stores[0] = KVStore(url, read="always", max_bytes=20_000)
             tokens = rng.choice(texts())
@@ -257,12 +259,14 @@ def look_and_save(url: str, seed: int) -> None:
         raise problems[0]
 
 
+@pytest.mark.campaign
+@pytest.mark.process
 def test_readers_beside_writers_find_what_was_saved_or_nothing(tmp_path: Path) -> None:
     """Two processes of two threads, while limits remove what was saved."""
-    code = "from store.test_store import *; look_and_save(sys.argv[1], int(sys.argv[2]))"
+    code = "from store.test_store import *; look_and_save(sys.argv[1], *map(int, sys.argv[2:]))"
     environment = with_tests()
     command = [sys.executable, "-c", code, f"file://{tmp_path}"]
-    processes = [subprocess.Popen([*command, str(i)], env=environment) for i in range(2)]
+    processes = [subprocess.Popen([*command, str(i), str(NUM_LOOKUPS)], env=environment) for i in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert not [x for x in tmp_path.rglob("*") if "writing" in x.name or x.parent.name == "quarantine"]
     with KVStore(f"file://{tmp_path}", read="always") as store:
@@ -271,13 +275,14 @@ def test_readers_beside_writers_find_what_was_saved_or_nothing(tmp_path: Path) -
         assert not store.tiers[0].counts["damaged"]
 
 
+@pytest.mark.campaign
 def test_no_other_salt_or_model_is_ever_found() -> None:
     index = Index()
     tokens = list(range(20))
     for salt in ("", "a", "tenant"):
         run, _ = make_run(tokens, salt=salt)
 
-        index.add(Entry.of(run, 0))
+        index.add(IndexEntry.of(run, 0))
     rng = random.Random(0)
     for i in range(NUM_SALTS):
         prefixes = Prefixes(WHOSE.digest, salt_digest(f"{i}"), tokens)

@@ -10,7 +10,7 @@ from store.runs import fingerprint
 
 from kvloom.store import KVStore
 from kvloom.store.backends import Stored
-from kvloom.store.backends.memory import Memory
+from kvloom.store.backends.memory import MemoryBackend
 from kvloom.store.format import page_bytes
 
 PAGE, NUM_PAGES, NUM_RUNS = 2, 4, 3
@@ -18,7 +18,7 @@ WHOSE = fingerprint()
 TOKENS = list(range(PAGE * NUM_PAGES * NUM_RUNS))
 
 
-class Counted(Memory):
+class Counted(MemoryBackend):
     """A store in memory that counts what is asked of it."""
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class Counted(Memory):
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[Counted]:
     url = f"memory://{request.node.name}"
-    Memory._shared[url] = made = Counted()
+    MemoryBackend._shared[url] = made = Counted()
     yield made
-    del Memory._shared[url]
+    del MemoryBackend._shared[url]
 
 
 @pytest.fixture

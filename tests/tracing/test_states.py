@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from browsers import NEEDS_BROWSER, opened, wait
+from browsers import opened, wait
 from integrations.pool.test_pool_states import FAMILIES, GRID, asked, pool_of, text
 from oracles.stateful_models import stateful_model
 
@@ -88,7 +88,7 @@ def test_states_that_a_store_gave_are_read(tmp_path: Path) -> None:
         assert told(pool, tmp_path / "events.jsonl") == [(1, "read", GRID), (1, "found", GRID)]
 
 
-@NEEDS_BROWSER
+@pytest.mark.browser
 def test_the_page_marks_pages_with_states_behind_them(tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import NEEDS_BROWSER, opened, screenshots, wait
+from browsers import opened, screenshots, wait
 
 from kvloom.paging import Events, PagePool, PageTable, PrefixTree
 from kvloom.tracing.page import page_of, write_page
@@ -52,7 +52,7 @@ def test_nothing_in_a_text_ends_the_script() -> None:
     assert HOSTILE in {x[3] for x in json.loads(data)["nodes"]}
 
 
-@NEEDS_BROWSER
+@pytest.mark.browser
 def test_a_browser_shows_the_recording(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
@@ -107,7 +107,7 @@ def test_a_browser_shows_the_recording(browser: Any, tmp_path: Path) -> None:
     assert not browser.get_log("browser")
 
 
-@NEEDS_BROWSER
+@pytest.mark.browser
 def test_any_moment_of_a_long_recording_is_that_of_its_events(browser: Any, tmp_path: Path) -> None:
     lookups = [
         Lookup(float(i), "", 8, [i % 7, *(1000 + i % 50 * 20 + j for j in range(1 + i % 5))])

@@ -13,7 +13,7 @@ from kvloom import ops
 from kvloom.caches.fixed_recent import FixedRecent, ring_nbytes, with_recent
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Forks, Layer
-from kvloom.caches.memory import counted, outside_inference_mode, too_long_for
+from kvloom.caches.memory import counted, free_bytes, outside_inference_mode
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
@@ -23,7 +23,7 @@ from kvloom.caches.token_index import BLOCK
 from kvloom.caches.tokens import Tokens
 from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
-from kvloom.errors import ConfigError, OutOfMemory, StateError, UnsupportedError
+from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError
 
 _Result = TypeVar("_Result")
 _LARGEST: Final = 1 << 62
@@ -390,3 +390,21 @@ class FixedLayer(Layer):
         for x in (*storage.tensors, ring.starts, length, longest):
             if x is not None:
                 torch._dynamo.mark_static_address(x)
+
+
+def too_long_for(layers: Sequence[FixedLayer], key: Tensor, value: Tensor) -> OutOfPages:
+    """Error for fixed layers of one cache that have too little memory for ``[B, H, any, D]`` in each."""
+    nbytes = [layer.nbytes_for(key, value) for layer in layers]
+    asked = sum(nbytes)
+    # The bytes of short windows do not depend on the length.
+    fixed = sum(n for n, x in zip(nbytes, layers, strict=True) if x.num_slots < (x.max_tokens or 0))
+    length = layers[0].max_tokens or layers[0].window or 0
+    free, bound = free_bytes(key.device), "smaller"
+    if free is not None:
+        free += sum(layer.nbytes for layer in layers)
+        fits = max(free - fixed, 0) * length // max(asked - fixed, 1)
+        bound = "smaller" if fits >= length else f"at most {fits} for {free} free bytes"
+    return OutOfPages(
+        f"{layers[0].length_name} must be {bound}, got {length}, which takes {asked} bytes for "
+        f"{counted(key.shape[0], 'sequence')} in {counted(len(layers), 'layer')}"
+    )

@@ -68,9 +68,6 @@ class Layer(ABC):
 
         Returns:
             The tokens that attention reads, the new ones included. Valid until the layer changes.
-
-        Raises:
-            UnsupportedError: the layer has tokens of two formats.
         """
         self._expect_fits(key, value)
         result = self._append(detached(key), detached(value))
@@ -83,7 +80,6 @@ class Layer(ABC):
 
         Raises:
             StateError: before the first update.
-            UnsupportedError: the layer has tokens of two formats.
         """
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

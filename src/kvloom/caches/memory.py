@@ -1,19 +1,14 @@
 """Memory of caches: allocation of tensors, and errors when there is too little."""
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from kvloom.core.advice import advise, give_back
 from kvloom.core.views import raw
-from kvloom.errors import OutOfPages
-
-if TYPE_CHECKING:
-    from kvloom.caches.fixed import FixedLayer
 
 _HUGE: Final = 2 << 20
 _PIECE: Final = 16 << 20
@@ -87,24 +82,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     pages, size = map(os.sysconf, names)
     return pages * size
-
-
-def too_long_for(layers: "Sequence[FixedLayer]", key: Tensor, value: Tensor) -> OutOfPages:
-    """Error for fixed layers of one cache that have too little memory for ``[B, H, any, D]`` in each."""
-    nbytes = [layer.nbytes_for(key, value) for layer in layers]
-    asked = sum(nbytes)
-    # The bytes of short windows do not depend on the length.
-    fixed = sum(n for n, x in zip(nbytes, layers, strict=True) if x.num_slots < (x.max_tokens or 0))
-    length = layers[0].max_tokens or layers[0].window or 0
-    free, bound = free_bytes(key.device), "smaller"
-    if free is not None:
-        free += sum(layer.nbytes for layer in layers)
-        fits = max(free - fixed, 0) * length // max(asked - fixed, 1)
-        bound = "smaller" if fits >= length else f"at most {fits} for {free} free bytes"
-    return OutOfPages(
-        f"{layers[0].length_name} must be {bound}, got {length}, which takes {asked} bytes for "
-        f"{counted(key.shape[0], 'sequence')} in {counted(len(layers), 'layer')}"
-    )
 
 
 def counted(count: int, noun: str) -> str:

@@ -219,7 +219,7 @@ def scores_of_newest(scores: ops.Scores, num_newest: int) -> ops.Scores:
 
 
 def attend_behind(
-    part: ops.Part,
+    part: ops.AttendedPart,
     query: Tensor,
     view: KVView,
     batch: ops.Batch,

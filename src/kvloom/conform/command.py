@@ -64,14 +64,15 @@ def _list(args: argparse.Namespace) -> None:
 
     from kvloom.conform.mistakes import MISTAKES
     from kvloom.conform.operators import OPERATORS
-    from kvloom.conform.vectors import PUBLISHED
+    from kvloom.conform.vectors import published
 
-    index = json.loads((PUBLISHED / "index.json").read_text(encoding="utf-8"))
+    folder = published()
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     counts = index["dialects"]
     for name in OPERATORS:
         sys.stdout.write(f"{name:50}{counts[name]['legal']:6} legal{counts[name]['refused']:5} refused\n")
     legal, refused = (sum(each[kind] for each in counts.values()) for kind in ("legal", "refused"))
-    nbytes = sum(file.stat().st_size for file in PUBLISHED.iterdir())
+    nbytes = sum(file.stat().st_size for file in folder.iterdir())
     sys.stdout.write(
         f"{len(counts)} dialects, {legal + refused:,} vectors, {refused} of them calls that must be refused, "
         f"{nbytes / 1e6:.1f} MB, version {index['version']}; "
@@ -123,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
             raise ArgumentError("--vectors must not be given with --seed or --count, which make vectors now")
         made = [*vectors.make(name, vectors.SEED if args.seed is None else args.seed, args.count)]
     else:
-        made = [*vectors.read(args.vectors or vectors.PUBLISHED, name)]
+        made = [*vectors.read(args.vectors or vectors.published(), name)]
     if args.vector:
         made = [each for each in made if int(each.name.rpartition("/")[2]) in args.vector]
     timeout = TIMEOUT if args.timeout is None else args.timeout

@@ -10,13 +10,14 @@ from typing import Any, Final
 
 from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.operators import OPERATORS
-from kvloom.conform.targets import TIMEOUT, NoAnswer, Refused, Target, Unsupported, at, ended, open_target
+from kvloom.conform.outcomes import CallRefused, NoAnswer, Target, Unsupported
+from kvloom.conform.targets import TIMEOUT, at, ended, open_target
 from kvloom.conform.vectors import Vector
 from kvloom.errors import ArgumentError
 
 _START: Final = 120.0
 """Additional seconds for a process to import torch and open its target."""
-_SAID: Final = {kind.__name__: kind for kind in (ArgumentError, NoAnswer, Refused, Unsupported)}
+_SAID: Final = {kind.__name__: kind for kind in (ArgumentError, NoAnswer, CallRefused, Unsupported)}
 """Exceptions of a target, by name."""
 
 

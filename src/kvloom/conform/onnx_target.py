@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.targets import Refused, Unsupported
+from kvloom.conform.outcomes import CallRefused, Unsupported
 from kvloom.conform.vectors import Vector
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
@@ -135,7 +135,7 @@ class OnnxOperators:
                 raise Unsupported(str(error).splitlines()[0][:200]) from error
             if "ValidateOpset" in str(error):
                 raise Unsupported(f"this ONNX Runtime has no opset {operator.opset}") from error
-            raise Refused(str(error).splitlines()[0][:300]) from error
+            raise CallRefused(str(error).splitlines()[0][:300]) from error
 
 
 class OnnxReference:
@@ -153,7 +153,7 @@ class OnnxReference:
                 evaluator = ReferenceEvaluator(model)
                 values = evaluator.run(None, _to_numpy(tensors_of(operator, call)))
         except Exception as error:
-            raise Refused(f"{type(error).__name__}: {error}"[:300]) from error
+            raise CallRefused(f"{type(error).__name__}: {error}"[:300]) from error
         return _to_results([output.name for output in model.graph.output], values)
 
 
@@ -191,5 +191,5 @@ class OnnxModel:
         try:
             values = self._session.run(None, _to_numpy(feeds))
         except Exception as error:
-            raise Refused(str(error).splitlines()[0][:300]) from error
+            raise CallRefused(str(error).splitlines()[0][:300]) from error
         return _to_results([o.name for o in self._session.get_outputs()], values)

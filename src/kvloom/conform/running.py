@@ -11,7 +11,7 @@ from kvloom.conform.comparing import Difference, changed_argument, first_differe
 from kvloom.conform.describe import Results
 from kvloom.conform.judging import named
 from kvloom.conform.operators import OPERATORS
-from kvloom.conform.targets import NoAnswer, Refused, Target, Unsupported
+from kvloom.conform.outcomes import CallRefused, NoAnswer, Target, Unsupported
 from kvloom.conform.vectors import Vector
 
 _EXPLAINED: Final = 4
@@ -108,7 +108,7 @@ def run_one(target: Target, vector: Vector, known: list[frozenset[str]] | None =
         return Outcome(vector, "skipped", str(error))
     except NoAnswer as error:
         return Outcome(vector, "failed", str(error), is_answered=False)
-    except Refused as error:
+    except CallRefused as error:
         refusal = str(error)
     after = {name: x for name, x in named(call).items() if isinstance(x, Tensor)}
     changed = changed_argument(operator, vector, after)

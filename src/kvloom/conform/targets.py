@@ -18,25 +18,11 @@ from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results, result_shape
 from kvloom.conform.judging import named
+from kvloom.conform.outcomes import CallRefused, NoAnswer, Target, Unsupported
 from kvloom.conform.vectors import Vector
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
-
-class Refused(Exception):
-    """Exception: the target refused the call."""
-
-
-class NoAnswer(Exception):
-    """Exception: the process of the target crashed, or took too long."""
-
-
-class Unsupported(Exception):
-    """Exception: the target does not support the call, or the runner cannot make it."""
-
-
-Target = Callable[[Operator, Vector, Call], Results]
-"""Function that runs a call, which it may write to, and returns results by name; raises ``Refused``."""
 _UNSUPPORTED: Final = -2
 """``KVLOOM_UNSUPPORTED`` of ``conform.h``."""
 _LARGEST: Final = 64
@@ -103,7 +89,7 @@ def python_target(function: Callable[..., Any]) -> Target:
         except Exception as error:
             if type(error) is NotImplementedError:
                 raise Unsupported(str(error) or "the target does not do this") from error
-            raise Refused(f"{type(error).__name__}: {error}") from error
+            raise CallRefused(f"{type(error).__name__}: {error}") from error
         found = {name: call[name] for name in operator.updated if name in call}
         if isinstance(out, dict):
             found |= out
@@ -174,7 +160,7 @@ class _CFunction:
         if status == _UNSUPPORTED:
             raise Unsupported(text)
         if status:
-            raise Refused(text)
+            raise CallRefused(text)
         updated = {name: x for name, x in tensors.items() if name.split(".")[0] in operator.updated}
         return {**updated, **outputs}
 
@@ -211,7 +197,7 @@ class _Command:
             if status < 0:
                 raise NoAnswer(ended(status, at(vector)))
             if status:
-                raise Refused(text.strip()[-300:] or f"status {status}")
+                raise CallRefused(text.strip()[-300:] or f"status {status}")
             file = path / "result.safetensors"
             return load_file(file) if file.exists() else {}
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ VERSION: Final = 3
 SEED: Final = 1
 REFUSALS: Final = 20
 """Maximum number of calls of each operator that must be refused."""
-PUBLISHED: Final = Path(__file__).parent / "data"
-"""Folder of the published set."""
+_IN_CHECKOUT: Final = Path(__file__).parents[3] / "vectors/src/kvloom_conform/vectors"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +43,28 @@ class Vector:
     call: Call
     expected: Results | None
     refused: str = ""
+
+
+def published() -> Path:
+    """Folder of the published set.
+
+    Raises:
+        ModuleNotFoundError: ``kvloom-conform`` is not installed, and this is no checkout with its files.
+    """
+    if _IN_CHECKOUT.is_dir():
+        return _IN_CHECKOUT
+    from kvloom_conform import VECTORS
+
+    return VECTORS
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Path:
+        """``PUBLISHED``, the constant that ``published()`` was."""
+        if name == "PUBLISHED":
+            return published()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def make(dialect: str, seed: int = SEED, count: int | None = None) -> Iterator[Vector]:

@@ -44,7 +44,7 @@ class Axis(NamedTuple):
         return [x for x in found if self.low * 0.999 <= x <= self.high * 1.001]
 
 
-class Picture:
+class Svg:
     """SVG whose later elements cover earlier ones; ``str`` returns its text.
 
     Options of an element are its attributes: ``stroke_width=2`` is ``stroke-width="2"``, and ``class_``

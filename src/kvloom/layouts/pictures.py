@@ -6,7 +6,7 @@ from itertools import product
 from typing import Final, NamedTuple
 
 from kvloom.core.layouts import CacheLayout
-from kvloom.graphics.svg import COLORS, Picture
+from kvloom.graphics.svg import COLORS, Svg
 from kvloom.layouts.catalog import NamedLayout
 
 _EXTENTS: Final = {"L": 1, "2": 2, "T": 4, "B": 2, "S": 2, "H": 2, "D": 4}
@@ -75,7 +75,7 @@ def as_svg(layout: NamedLayout) -> str:
     width = _CELL * max(min(len(strip), _COLUMNS) for _, strip in drawn)
     height = 4 + sum(20 + 22 * math.ceil(len(strip) / _COLUMNS) for _, strip in drawn)
     label = layout.axes.replace("|", "and")
-    picture = Picture(width, height, _STYLE, role="img", aria_label=label)
+    picture = Svg(width, height, _STYLE, role="img", aria_label=label)
     top = 4
     for title, strip in drawn:
         picture.text(0, top + 10, title, class_="t")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from kvloom.graphics.svg import COLORS, Axis, Picture
+from kvloom.graphics.svg import COLORS, Axis, Svg
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 24, 56
@@ -29,7 +29,7 @@ def as_svg(points: Iterable[Point]) -> str:
     across = Axis(min(sizes) * 0.8, max(sizes) * 1.25, _LEFT, _WIDTH - _RIGHT, is_logarithmic=True)
     low, high = math.floor(math.log10(min(errors))), math.floor(math.log10(max(errors))) + 1
     up = Axis(10.0**low, 10.0**high, _HEIGHT - _BOTTOM, _TOP, is_logarithmic=True)
-    picture = Picture(_WIDTH, _HEIGHT, font_family="sans-serif", font_size=13)
+    picture = Svg(_WIDTH, _HEIGHT, font_family="sans-serif", font_size=13)
     for size in across.decades((1, 2, 3, 5, 7)):
         picture.path([(across.at(size), up.start), (across.at(size), up.end)], class_="grid")
         picture.text(across.at(size), up.start + 20, f"{size:,.0f}", "middle")

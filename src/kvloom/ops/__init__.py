@@ -5,12 +5,16 @@ from kvloom.ops.api import attend, copy, load, store
 from kvloom.ops.choice import cpu_kernels, cuda_kernels, why_unavailable
 from kvloom.ops.invariance import BatchInvariance
 from kvloom.ops.offsets import KeyOffset
-from kvloom.ops.parts import Part, attend_part
+from kvloom.ops.parts import AttendedPart, attend_part
 from kvloom.ops.rotation import rotate
 from kvloom.ops.scores import Batch, PositionalBias, Scores
 from kvloom.ops.smoothing import KeySmoothing
 
+Part = AttendedPart
+"""Another name of ``AttendedPart``."""
+
 __all__ = [
+    "AttendedPart",
     "Batch",
     "BatchInvariance",
     "KeyOffset",

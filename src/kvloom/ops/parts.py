@@ -25,7 +25,7 @@ from kvloom.ops.plain import COMPILED
 from kvloom.ops.scores import CAUSAL, Batch, Scores
 
 
-class Part(NamedTuple):
+class AttendedPart(NamedTuple):
     """Attention over some of the tokens.
 
     Attributes:
@@ -47,9 +47,9 @@ def attend_part(
     is_latent: bool = False,
     skip: int | None = None,
     skip_from: Tensor | None = None,
-    prior: Part | None = None,
+    prior: AttendedPart | None = None,
     backend: str = "auto",
-) -> Part:
+) -> AttendedPart:
     """``attend`` in float32 with the logarithm of its sums, merged with another part.
 
     The query at position p skips the stored tokens ``j > p - skip`` with ``j >= skip_from[b]``, which belong
@@ -72,8 +72,8 @@ def attend_part(
     Raises:
         ShapeError, ArgumentError, UnsupportedError: as ``attend``.
     """
-    if prior is not None and not isinstance(prior, Part):
-        raise ArgumentError(f"prior must be a Part, got {type(prior).__name__}")
+    if prior is not None and not isinstance(prior, AttendedPart):
+        raise ArgumentError(f"prior must be an AttendedPart, got {type(prior).__name__}")
     if is_latent:
         kv, is_latent = latent_view(kv)
     before = (None, None) if prior is None else tuple(prior)
@@ -90,7 +90,7 @@ def attend_part(
         else:
             operator = schemas.attend_part_biased if bias else schemas.attend_part
         try:
-            return Part(*operator(*own, skip, skip_from, *before, *bias))
+            return AttendedPart(*operator(*own, skip, skip_from, *before, *bias))
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message
     sizes = expect_attend(query, kv, batch, scores, is_latent)
@@ -107,14 +107,14 @@ def attend_part(
     bias = bias_arguments(scores)
     own = (*own, skip, skip_from, *before, *bias)
     name = "attend_part.latent" if is_latent else "attend_part.biased" if bias else "attend_part"
-    return Part(*schemas.without_gradient("attend_part", run, backend, name, kv.device, *own))
+    return AttendedPart(*schemas.without_gradient("attend_part", run, backend, name, kv.device, *own))
 
 
-def _expect_part(prior: Part, sizes: dict[str, int], device: torch.device) -> None:
+def _expect_part(prior: AttendedPart, sizes: dict[str, int], device: torch.device) -> None:
     known = {name: sizes[name] for name in ("Tq", "Hq", "Dv")}
     expect("prior.out", prior.out, "Tq Hq Dv", dtype=(torch.float32,), device=device, **known)
     known.pop("Dv")
     expect("prior.lse", prior.lse, "Tq Hq", dtype=(torch.float32,), device=device, **known)
-    for name, x in zip(Part._fields, prior, strict=True):
+    for name, x in zip(AttendedPart._fields, prior, strict=True):
         if not x.is_contiguous():
             raise ArgumentError(f"prior.{name} must be contiguous, got strides {x.stride()}")

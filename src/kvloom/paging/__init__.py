@@ -5,7 +5,8 @@ from kvloom.paging.causes import CAUSES, Miss
 from kvloom.paging.check import check
 from kvloom.paging.events import Events
 from kvloom.paging.interrupts import interruptible, uninterrupted, whole
-from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.page_states import PageRef
+from kvloom.paging.pool import PagePool
 from kvloom.paging.prefix import PrefixTree
 from kvloom.paging.salts import expect_salt
 from kvloom.paging.states import Event, PageStates

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 from kvloom.errors import StateError
-from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.page_states import GONE_BY, PREFERRED, SEALED, PageRef
+from kvloom.paging.pool import PagePool
 from kvloom.paging.prefix import PrefixTree
+from kvloom.paging.rings import FREE, IDLE, PASSED
 from kvloom.paging.table import PageTable
 from kvloom.paging.worth import WorthOrder
 
@@ -31,7 +34,7 @@ def check(
         if table._pool is not pool:
             raise StateError(f"table {i} is of another pool")
         _check_table(i, table, tree.page_size)
-        if any(ref.id not in pool._parents for ref in table.pages[: table.num_sealed]):
+        if any(ref.id not in _sealed(pool) for ref in table.pages[: table.num_sealed]):
             raise StateError(f"table {i} has {table.num_sealed} sealed pages, of which some are not sealed")
         holders += table.pages
     for ref in holders:
@@ -60,41 +63,55 @@ def _check_table(i: int, table: PageTable, size: int) -> None:
 
 def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
     """Check that each sealed page has one node, whose parents lead to a root under one salt."""
-    pages, parents, is_chain = tree._pages, pool._parents, tree.window is None
-    there = sorted(node.page for node in tree._nodes.values() if node.page is not None)
-    if pages.keys() != parents.keys() or len(there) != len(pages):
-        raise StateError(f"sealed are {sorted(parents)}, in the tree {there}")
-    for key, node in tree._nodes.items():
-        salt, parent, tokens = key
-        if node.key != key:
-            raise StateError(f"the key of {node.page} is {node.key[2]!r}, and it is found by {tokens!r}")
-        if len(tokens) != 8 * tree.page_size:
-            raise StateError(f"{node.page} is found by {len(tokens)} bytes of tokens")
-        if parent is not None and tree._nodes.get(parent.key) is not parent:
-            raise StateError(f"{node.page} is sealed under {parent.page}, which is not in the tree")
-        if parent is not None and parent.key[0] != salt:
-            raise StateError(f"{node.page} and its parent {parent.page} have two salts")
-        if node.page is None and (is_chain or not node.num_children):
-            raise StateError(f"a node of {node.num_children} children has no page")
-    children = Counter(id(node.key[1]) for node in tree._nodes.values())
-    for node in tree._nodes.values():
-        if node.num_children != children[id(node)]:
-            raise StateError(f"{node.page} has {children[id(node)]} children, and counts {node.num_children}")
-    for page, node in pages.items():
-        if node.page != pool.ref(page) or tree._nodes.get(node.key) is not node:
-            raise StateError(f"the key of {pool.ref(page)} leads to {node.page}")
-        above = node.key[1].page if is_chain and node.key[1] is not None else None
-        if parents[page] != (None if above is None else above.id):
-            raise StateError(f"the parent of page {page} is {above}, but it holds {parents[page]}")
+    nodes, parents, is_chain = tree._nodes, pool._parents, tree.window is None
+    sealed = sorted(_sealed(pool))
+    there = sorted(nodes.pages[node] for node in nodes if nodes.pages[node] >= 0)
+    if there != sealed or nodes.num_pages != len(there):
+        raise StateError(f"sealed are {sealed}, in the tree {there} and {nodes.num_pages} counted")
+    children = Counter(nodes.parents[node] for node in nodes)
+    for node in [*nodes, *nodes._salts]:
+        page, parent = nodes.pages[node], nodes.parents[node]
+        if nodes.num_children[node] != children[node]:
+            raise StateError(
+                f"node {node} has {children[node]} children, and counts {nodes.num_children[node]}"
+            )
+        if parent < 0:
+            if page >= 0 or nodes._roots.get(nodes._salts.get(node, "")) != node:
+                raise StateError(f"node {node} of page {page} has no parent, and is the root of no salt")
+            continue
+        if not 0 <= parent < len(nodes.parents) or (nodes.parents[parent] < 0 and parent not in nodes._salts):
+            raise StateError(f"page {page} is sealed under node {parent}, which is not in the tree")
+        if nodes._root_of[node] != nodes._root_of[parent]:
+            raise StateError(f"page {page} and its parent {nodes.pages[parent]} have two salts")
+        if page < 0 and (is_chain or not children[node]):
+            raise StateError(f"a node of {children[node]} children has no page")
+        if len(nodes.tokens(node)) != 8 * tree.page_size:
+            raise StateError(f"page {page} is found by {len(nodes.tokens(node))} bytes of tokens")
+        if nodes._last[node] >= 0 and nodes.parents[nodes._last[node]] != node:
+            raise StateError(f"node {node} has no child {nodes._last[node]}, which was found last")
+        if nodes._hashes[node] != hash((parent, nodes.tokens(node))):
+            raise StateError(f"page {page} is found by other tokens than {nodes.tokens(node)!r}")
+        if page >= 0 and nodes.node_of(page) != node:
+            raise StateError(f"page {page} of node {node} leads to node {nodes.node_of(page)}")
+        if page >= 0 and parents[page] != (nodes.pages[parent] if is_chain else -1):
+            raise StateError(
+                f"the parent of page {page} is {nodes.pages[parent]}, but it holds {parents[page]}"
+            )
+    entered = list[int]()
+    for first in nodes._table:
+        while first >= 0 and len(entered) <= len(nodes.pages):
+            entered.append(first)
+            first = nodes._next[first]
+    if sorted(entered) != [*nodes]:
+        raise StateError(f"nodes are {[*nodes]}, in the table {sorted(entered)}")
     rooted: set[int] = set()
-    for page in parents:
+    for node in nodes:
         path: set[int] = set()
-        step: int | None = page
-        while step is not None and step not in rooted:
-            if step in path:
-                raise StateError(f"page {step} is its own ancestor")
-            path.add(step)
-            step = parents[step]
+        while node >= 0 and node not in rooted:
+            if node in path:
+                raise StateError(f"page {nodes.pages[node]} is its own ancestor")
+            path.add(node)
+            node = nodes.parents[node]
         rooted |= path
 
 
@@ -106,11 +123,12 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
             raise StateError(
                 f"page {page} is at {(extent, index)}, but extent {extent} has page {there} there"
             )
-    sealed = pool._parents
+    parents = pool._parents
+    sealed = _sealed(pool)
     awake = list(counts)
     while awake:  # an active page holds its parent
-        parent = sealed.get(awake.pop())
-        if parent is not None:
+        parent = parents[awake.pop()]
+        if parent >= 0:
             counts[parent] += 1
             if counts[parent] == 1:
                 awake.append(parent)
@@ -118,36 +136,51 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
         if count != counts[page]:
             raise StateError(f"page {page} has count {count}, and {counts[page]} references")
     idle = {page for page in range(pool.num_pages) if not counts[page]}
-    if sorted(pool._free) != sorted(idle - sealed.keys()):
-        raise StateError(f"free are {sorted(idle - sealed.keys())}, listed as free {sorted(pool._free)}")
-    listed = [*pool._passed, *pool._evictable]
-    if sorted(listed) != sorted(idle & sealed.keys()):
-        raise StateError(f"evictable are {sorted(idle & sealed.keys())}, listed {sorted(listed)}")
-    if not pool._preferred <= sealed.keys() or pool._preferred & pool._passed.keys():
+    free, passed, listed = ([*pool._rings.each(ring)] for ring in (FREE, PASSED, IDLE))
+    if sorted(free) != sorted(idle - sealed) or len(free) != pool.num_free:
         raise StateError(
-            f"preferred are {sorted(pool._preferred)}, of which some have been passed or are gone"
+            f"free are {sorted(idle - sealed)}, listed as free {sorted(free)}, counted {pool.num_free}"
         )
-    visited: set[int | None] = set()
+    listed = passed + listed
+    if sorted(listed) != sorted(idle & sealed) or len(listed) != pool.num_evictable:
+        raise StateError(
+            f"evictable are {sorted(idle & sealed)}, listed {sorted(listed)}, counted {pool.num_evictable}"
+        )
+    for ring, pages in ((FREE, free), (PASSED, passed), (IDLE, listed[len(passed) :])):
+        for before, page in pairwise([ring, *pages, ring]):
+            if pool._rings.before[page] != before:
+                raise StateError(f"{pool._rings.before[page]} is before {page}, which comes after {before}")
+    for page, flags in enumerate(pool._flags):
+        if bool(flags & GONE_BY) != (page in passed) or (
+            flags & PREFERRED and page not in sealed - {*passed}
+        ):
+            raise StateError(f"preferred is page {page}, which has been passed or is gone: flags {flags}")
+    visited: set[int] = set()
     for page in listed:
         visited.add(page)
-        if sealed[page] in visited:
-            raise StateError(f"page {page} would be evicted after its parent {sealed[page]}")
+        if parents[page] in visited:
+            raise StateError(f"page {page} would be evicted after its parent {parents[page]}")
+
+
+def _sealed(pool: PagePool) -> set[int]:
+    return {page for page, flags in enumerate(pool._flags) if flags & SEALED}
 
 
 def _check_worth(pool: PagePool, worth: WorthOrder) -> None:
     """Check that the eviction order has each sealed page, with its parent, children and state."""
-    sealed = pool._parents
-    if worth._sealed.keys() != sealed.keys():
+    sealed = _sealed(pool)
+    if worth._sealed.keys() != sealed:
         raise StateError(f"sealed are {sorted(sealed)}, ranked {sorted(worth._sealed)}")
-    children = Counter(sealed.values())
+    children = Counter(pool._parents)
     listed = {id(rest) for heap in worth._cells.values() for _, rest in heap}
     for page, text in worth._sealed.items():
-        if (text.page, text.parent, text.children) != (page, sealed[page], children[page]):
+        above = None if pool._parents[page] < 0 else pool._parents[page]
+        if (text.page, text.parent, text.children) != (page, above, children[page]):
             raise StateError(
-                f"page {page} has parent {sealed[page]} and {children[page]} children, ranked as page "
+                f"page {page} has parent {above} and {children[page]} children, ranked as page "
                 f"{text.page} with parent {text.parent} and {text.children}"
             )
-        if (text.rest is not None) != (page in pool._evictable or page in pool._passed):
+        if (text.rest is not None) != (not pool._counts[page]):
             raise StateError(f"page {page} is ranked as if it were {'not ' * (text.rest is None)}evictable")
         if text.rest is not None and not text.children and id(text.rest) not in listed:
             raise StateError(f"page {page} has no children, and can never go")

@@ -1,30 +1,25 @@
 """Pool of pages with reference counts. Integers only; imports no torch."""
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, takewhile
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
 from kvloom.paging.arguments import expect_policy
 from kvloom.paging.events import Events
+from kvloom.paging.page_states import (
+    GONE_BY,
+    LONGEST,
+    PREFERRED,
+    SEALED,
+    TAKEN,
+    PageRef,
+    is_stale,
+    state_of_dicts,
+)
+from kvloom.paging.rings import FREE, IDLE, PASSED, Rings
 from kvloom.paging.worth import WorthOrder
-
-_LONGEST: Final = 1 << 32
-"""Number of pages that no extent has."""
-
-
-class PageRef(NamedTuple):
-    """A page and its generation: the reference is valid until the page is free again.
-
-    Attributes:
-        id: Index of the page in the pool; it has the ``page_size`` slots from ``id * page_size``.
-        generation: Number of times that the page became free before.
-    """
-
-    id: int
-    generation: int
 
 
 class PagePool:
@@ -54,6 +49,9 @@ class PagePool:
 
     Attributes:
         events: Recorder of events; ``None`` for none. ``PrefixTree.record`` sets it.
+        num_free: Number of free pages.
+        num_evictable: Number of pages without references that the tree can find; ``take`` may evict all.
+        num_passed: Number of evictable pages that a window passed: they are evicted first.
 
     Raises:
         ArgumentError: there is no such policy.
@@ -67,32 +65,27 @@ class PagePool:
     # pages that a window passed are evicted first, unless a look-up has found them.
 
     __slots__ = (
-        "_counts", "_evict", "_evictable", "_extents", "_free", "_generations", "_parents", "_passed",
-        "_places", "_preferred", "events", "worth",
+        "_counts", "_evict", "_extents", "_flags", "_generations", "_parents", "_places", "_rings", "events",
+        "num_evictable", "num_free", "num_passed", "worth",
     )  # fmt: skip
 
     def __init__(self, num_pages: int, policy: str = "lru") -> None:
         expect_policy(policy)
         self.events: Events | None = None
         self.worth = WorthOrder() if policy == "ours" else None
+        self.num_free = self.num_evictable = self.num_passed = 0
         self._generations = array("q")  # of each page
         self._counts: list[int] = []
-        self._free: dict[int, None] = {}  # a stack from which any page can be taken
+        self._flags = bytearray()
+        self._parents: list[int] = []  # of each sealed page; -1 at the start of a sequence
+        self._rings = Rings()  # free pages, a stack; evictable ones, the longest idle first
         self._extents: list[list[int]] = [[]]  # pages of each extent, in order
-        self._places = array("q")  # index of each page in its extent, and the extent times ``_LONGEST``
-        self._parents: dict[int, int | None] = {}  # of each sealed page; None at the start of a sequence
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # longest idle first
-        self._passed: dict[int, None] = {}  # evictable pages, too, that a window passed and no look-up found
-        self._preferred: set[int] = set()  # pages that ``release`` does not add to ``_passed``
+        self._places = array("q")  # index of each page in its extent, and the extent times ``LONGEST``
         self._evict: Callable[[int], object] | None = None
         self.grow(num_pages)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        own = state[1]
-        if "_refs" in own:  # by an earlier release
-            own["_generations"] = array("q", [generation for _, generation in own.pop("_refs")])
-            own["_places"] = array("q", [extent * _LONGEST + index for extent, index in own["_places"]])
-        for name, value in own.items():
+        for name, value in (state[1] if "_rings" in state[1] else state_of_dicts(state[1])).items():
             setattr(self, name, value)
 
     @property
@@ -101,33 +94,14 @@ class PagePool:
         return len(self._counts)
 
     @property
-    def num_free(self) -> int:
-        """Number of free pages."""
-        return len(self._free)
-
-    @property
     def num_active(self) -> int:
         """Number of pages with references."""
         return self.num_pages - self.num_free - self.num_evictable
 
-    @property
-    def num_evictable(self) -> int:
-        """Number of pages without references that the tree can find; ``take`` may evict all of them."""
-        return len(self._evictable) + len(self._passed)
-
-    @property
-    def num_passed(self) -> int:
-        """Number of evictable pages that a window passed: they are evicted first."""
-        return len(self._passed)
-
     def report(self) -> dict[str, int]:
         """Numbers of pages by state, and their sum ``num_pages``."""
-        return {
-            "num_pages": self.num_pages,
-            "free": self.num_free,
-            "active": self.num_active,
-            "evictable": self.num_evictable,
-        }
+        own = {"free": self.num_free, "active": self.num_active, "evictable": self.num_evictable}
+        return {"num_pages": self.num_pages} | own
 
     @property
     def num_extents(self) -> int:
@@ -136,7 +110,7 @@ class PagePool:
 
     def place(self, page: int) -> tuple[int, int]:
         """Extent of the page with this id, and its index in it."""
-        return divmod(self._places[page], _LONGEST)
+        return divmod(self._places[page], LONGEST)
 
     def next_free(self, page: int, num_pages: int) -> list[int]:
         """Up to ``num_pages`` contiguous free pages after ``page`` in its extent."""
@@ -145,7 +119,7 @@ class PagePool:
 
     def free_from(self, extent: int, index: int, num_pages: int) -> list[int]:
         """Up to ``num_pages`` contiguous free pages of an extent from ``index`` on."""
-        return list(takewhile(self._free.__contains__, self._extents[extent][index : index + num_pages]))
+        return list(takewhile(self.is_free, self._extents[extent][index : index + num_pages]))
 
     def grow(self, num_pages: int, num_extents: int = 1) -> None:
         """Add ``num_pages`` free pages, spread over the ends of all extents; references stay valid.
@@ -158,19 +132,22 @@ class PagePool:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages!r}")
         if num_extents < 1:
             raise ArgumentError(f"num_extents must be at least 1, got {num_extents}")
-        first, end = self.num_pages, self.num_pages + num_pages
-        extents = [[] for _ in range(num_extents)] if first == 0 else [[*pages] for pages in self._extents]
-        places, page, count = array("q", self._places), first, len(extents)
+        ids = [*range(self.num_pages, self.num_pages + num_pages)]  # each id is one object in all lists
+        extents = [x.copy() for x in self._extents] if self.num_pages else [[] for _ in range(num_extents)]
+        places, end, first = self._places[:], self.num_pages + num_pages, 0
         for i, pages in enumerate(extents):
-            while page < end and len(pages) < -(-(end - i) // count):
-                places.append(i * _LONGEST + len(pages))
-                pages.append(page)
-                page += 1
-        generations, counts = self._generations + array("q", [0]) * num_pages, self._counts + [0] * num_pages
-        free = dict.fromkeys(range(end - 1, first - 1, -1)) | self._free
+            missing = -(-(end - i) // len(extents)) - len(pages)
+            new = ids[first : first + max(missing, 0)]
+            places.extend(range(i * LONGEST + len(pages), i * LONGEST + len(pages) + len(new)))
+            pages += new
+            first += len(new)
+        new_state = (
+            self._generations + array("q", [0]) * num_pages, self._counts + [0] * num_pages,
+            self._parents + [-1] * num_pages, self._flags + bytes(num_pages), self._rings.grown(ids),
+        )  # fmt: skip
         # At once, so that Ctrl-C leaves all of the old or all of the new.
-        new = generations, counts, free, extents, places
-        self._generations, self._counts, self._free, self._extents, self._places = new
+        self._generations, self._counts, self._parents, self._flags, self._rings = new_state
+        self._extents, self._places, self.num_free = extents, places, self.num_free + num_pages
         if self.events is not None:
             self.events.note("grow", [], num_pages=end)
 
@@ -193,21 +170,18 @@ class PagePool:
         if num_pages < 0:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
         if num_pages > self.num_free + self.num_evictable:
-            raise OutOfPages(
-                f"{num_pages} pages wanted, {self.num_free} free and {self.num_evictable} evictable"
-                f" of {self.num_pages}"
-            )
+            have = f"{self.num_free} free and {self.num_evictable} evictable of {self.num_pages}"
+            raise OutOfPages(f"{num_pages} pages wanted, {have}")
         if num_pages > self.num_free and self._evict is not None:
             self._evict(num_pages - self.num_free)
-        for page in wanted:
-            del self._free[page]
-        others = [self._free.popitem()[0] for _ in range(num_pages - len(wanted))]
-        refs = [self.ref(page) for page in (*wanted, *others)]
-        for ref in refs:
-            self._counts[ref.id] = 1
+        self._rings.remove(wanted)
+        pages = [*wanted, *self._rings.pop(FREE, num_pages - len(wanted))]
+        self.num_free -= num_pages
+        for page in pages:
+            self._counts[page] = self._flags[page] = TAKEN
         if self.events is not None:
-            self.events.take([ref.id for ref in refs])
-        return refs
+            self.events.take(pages)
+        return self.refs(pages)
 
     def retain(self, ref: PageRef) -> None:
         """Add a reference to an active or evictable page; it stays valid until one more ``release``.
@@ -215,25 +189,30 @@ class PagePool:
         Raises:
             StateError: ``ref`` is stale.
         """
-        self.hold(self._page(ref))
+        self.hold([self._page(ref)])
         if self.events is not None:
             self.events.add("share", ref.id)
 
-    def hold(self, page: int | None) -> None:
-        """For the tree: ``retain`` an active or evictable page, without an event."""
-        while page is not None:
-            self._counts[page] += 1
-            if self._counts[page] > 1:
-                break
-            if page in self._passed:
-                del self._passed[page]
-            else:
-                del self._evictable[page]
-            if self.events is not None:
-                self.events.causes.wake(page)
-            if self.worth is not None:
-                self.worth.wake(page)
-            page = self._parents[page]
+    def hold(self, pages: Iterable[int]) -> None:
+        """For the tree: ``retain`` active or evictable pages, without an event."""
+        counts, parents, flags = self._counts, self._parents, self._flags
+        before, after = self._rings.before, self._rings.after
+        for page in pages:
+            while page >= 0:
+                counts[page] += 1
+                if counts[page] > 1:
+                    break
+                last, then = before[page], after[page]
+                after[last], before[then] = then, last
+                self.num_evictable -= 1
+                if flags[page] & GONE_BY:
+                    flags[page] &= ~GONE_BY
+                    self.num_passed -= 1
+                if self.events is not None:
+                    self.events.causes.wake(page)
+                if self.worth is not None:
+                    self.worth.wake(page)
+                page = parents[page]
 
     def release(self, ref: PageRef, *, is_passed: bool = False) -> None:
         """Remove one reference. The last one makes a sealed page evictable, and any other free.
@@ -246,25 +225,34 @@ class PagePool:
         Raises:
             StateError: ``ref`` is stale, or the page has no holder; nothing was changed.
         """
-        page: int | None = self._page(ref)
-        if not self._counts[ref.id]:
+        page, generation = ref
+        counts, flags = self._counts, self._flags
+        if not (0 <= page < len(flags) and flags[page] and self._generations[page] == generation):
+            raise is_stale(ref, self._generations)
+        if not counts[page]:
             raise StateError(f"page {ref.id} of generation {ref.generation} has no reference to release")
         events = self.events
         if events is not None:
             events.add("release", ref.id)
-        while page is not None:
-            self._counts[page] -= 1
-            if self._counts[page]:
+        while page >= 0:
+            counts[page] -= 1
+            if counts[page]:
                 break
-            if page not in self._parents:
-                self._end(page)
+            if not flags[page] & SEALED:
+                self._end((page,))
                 if events is not None:
                     events.causes.free(page)
                 break
-            if is_passed and page not in self._preferred and self.worth is None:
-                self._passed[page] = None
-            else:
-                self._evictable[page] = None
+            ring = IDLE
+            if is_passed and self.worth is None and not flags[page] & PREFERRED:
+                ring = PASSED
+                flags[page] |= GONE_BY
+                self.num_passed += 1
+            before, after = self._rings.before, self._rings.after
+            before[page] = last = before[ring]
+            after[last] = before[ring] = page
+            after[page] = ring
+            self.num_evictable += 1
             if events is not None:
                 events.causes.idle(page)
             if self.worth is not None:
@@ -279,17 +267,39 @@ class PagePool:
         """Reference to the page with this id, valid unless it is free."""
         return PageRef(page, self._generations[page])
 
+    def refs(self, pages: Sequence[int]) -> list[PageRef]:
+        """``ref`` of each of some pages."""
+        generations, new = (
+            self._generations,
+            tuple.__new__,
+        )  # which takes half of the time of ``PageRef(...)``
+        return [new(PageRef, (page, generations[page])) for page in pages]
+
     def is_free(self, page: int) -> bool:
         """Whether the page with this id is free."""
-        return not self._counts[page] and page not in self._parents
+        return not self._flags[page]
 
     def is_sealed(self, ref: PageRef) -> bool:
         """Whether the page is in the tree, and therefore read-only until its generation ends."""
-        return self._page(ref) in self._parents
+        return bool(self._flags[self._page(ref)] & SEALED)
+
+    def are_sealed(self, refs: Sequence[PageRef]) -> list[bool]:
+        """``is_sealed`` of each page.
+
+        Raises:
+            StateError: a page is stale or not held.
+        """
+        counts, flags, found = self._counts, self._flags, list[bool]()
+        for ref in refs:
+            page = self._page(ref)
+            if not counts[page]:
+                raise StateError(f"page {page} of generation {ref.generation} must be held by the caller")
+            found.append(flags[page] & SEALED > 0)
+        return found
 
     def is_writable(self, ref: PageRef) -> bool:
         """Whether its holder may write the page: it is the only one, and the page is not sealed."""
-        return self._counts[self._page(ref)] == 1 and ref.id not in self._parents
+        return self._counts[self._page(ref)] == 1 and not self._flags[ref.id] & SEALED
 
     def attach(self, evict: Callable[[int], object]) -> None:
         """For the tree: let ``take`` call ``evict(n)`` to reclaim n pages, when at least n are evictable.
@@ -304,10 +314,11 @@ class PagePool:
     def prefer(self, refs: Iterable[PageRef]) -> None:
         """Mark useful sealed pages, which are then not evicted first after a window passes them."""
         for page in map(self._page, refs):
-            self._preferred.add(page)
-            if page in self._passed:
-                del self._passed[page]
-                self._evictable[page] = None
+            if self._flags[page] & GONE_BY:
+                self._leave([page])
+                self._rings.add(IDLE, [page])
+                self.num_evictable += 1
+            self._flags[page] |= PREFERRED
 
     def seal(self, refs: Sequence[PageRef], parent: PageRef | None, *, is_chain: bool = True) -> None:
         """For the tree: make active pages read-only, each under the one before, the first under ``parent``.
@@ -326,69 +337,63 @@ class PagePool:
             raise StateError("a page can be sealed in a pool with a prefix tree only")
         pages = [self._page(ref) for ref in refs]
         for page in pages:
-            if page in self._parents:
+            if self._flags[page] & SEALED:
                 raise StateError(f"page {page} of generation {self._generations[page]} is sealed already")
         if len(set(pages)) < len(pages):
             raise StateError(f"pages must be sealed once, got {pages}")
         if parent is not None and not self.is_sealed(parent):
             raise StateError(f"page {parent.id} of generation {parent.generation} is not sealed")
         if parent is not None and pages:
-            self.hold(parent.id)
-        above = None if parent is None else parent.id
+            self.hold([parent.id])
+        above = -1 if parent is None else parent.id
         for page in pages:
             self._parents[page] = above
-            above = page if is_chain else None
+            self._flags[page] |= SEALED
+            above = page if is_chain else -1
         for page in pages[:-1] if is_chain else ():
             self._counts[page] += 1  # the reference that its child holds
 
-    def victims(self, num_pages: int) -> list[PageRef]:
-        """For the tree, which must ``reclaim`` them: pages to evict next, or all if there are fewer."""
+    def reclaim(self, num_pages: int) -> list[int]:
+        """For the tree: free the pages to evict next, or all if there are fewer, and end their generation."""
         if self.worth is None:
-            return list(islice(self.evictable(), num_pages))
-        return [self.ref(page) for page in self.worth.evict(num_pages)]
-
-    def reclaim(self, refs: Sequence[PageRef]) -> None:
-        """For the tree: free evictable pages that have no children, and end their generation.
-
-        Raises:
-            StateError: a page is stale or held; nothing was changed.
-        """
-        pages = [self._page(ref) for ref in refs]
+            pages = [*islice(chain(self._rings.each(PASSED), self._rings.each(IDLE)), num_pages)]
+        else:
+            pages = self.worth.evict(num_pages)
+        self._leave(pages)
         for page in pages:
-            if self._counts[page]:
-                raise StateError(f"page {page} must be evictable, got {self._counts[page]} references to it")
-        for page in pages:
-            del self._parents[page]
-            if self._passed.pop(page, self) is self:
-                del self._evictable[page]
-            self._preferred.discard(page)
-            self._end(page)
-            if self.events is not None:
+            self._parents[page] = -1
+        self._end(pages)
+        if self.events is not None:
+            for page in pages:
                 self.events.evict(page)
+        return pages
 
     def evictable(self) -> Iterator[PageRef]:
         """Evictable pages, children before parents, else LRU first. Valid until the pool changes."""
-        return (self.ref(page) for page in chain(self._passed, self._evictable))
+        return (self.ref(page) for page in chain(self._rings.each(PASSED), self._rings.each(IDLE)))
 
-    def _end(self, page: int) -> None:
-        self._generations[page] += 1
-        self._free[page] = None
+    def _leave(self, pages: Sequence[int]) -> None:
+        """Take pages from the evictable ones."""
+        self._rings.remove(pages)
+        self.num_evictable -= len(pages)
+        if self.num_passed:
+            for page in pages:
+                if self._flags[page] & GONE_BY:
+                    self._flags[page] &= ~GONE_BY
+                    self.num_passed -= 1
+
+    def _end(self, pages: Sequence[int]) -> None:
+        """End the generation of pages that are in no list: they are free."""
+        generations, flags = self._generations, self._flags
+        for page in pages:
+            generations[page] += 1
+            flags[page] = 0
+        self._rings.add(FREE, pages)
+        self.num_free += len(pages)
 
     def _page(self, ref: PageRef) -> int:
         """Id of the page of a reference; raises StateError if it is stale."""
-        page, generations = ref.id, self._generations
-        if 0 <= page < len(generations) and generations[page] == ref.generation:
-            if self._counts[page] or page in self._parents:
-                return page
-        raise self._stale(ref)
-
-    def _stale(self, ref: PageRef) -> StateError:
-        page = ref.id
-        if not 0 <= page < self.num_pages:
-            return StateError(f"page {page} does not exist, the pool has {self.num_pages}")
-        newest = self._generations[page]
-        if ref.generation < newest:
-            return StateError(
-                f"page {page} of generation {ref.generation} is gone, the page is at generation {newest}"
-            )
-        return StateError(f"page {page} of generation {ref.generation} was never handed out")
+        page, generation = ref
+        if 0 <= page < len(self._flags) and self._flags[page] and self._generations[page] == generation:
+            return page
+        raise is_stale(ref, self._generations)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
+from typing import Any
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.paging.arguments import expect_page_size
 from kvloom.paging.events import Events
-from kvloom.paging.nodes import Node, record_present, recorded
-from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.nodes import Nodes, of_objects, record_present, recorded
+from kvloom.paging.page_states import PageRef
+from kvloom.paging.pool import PagePool
 from kvloom.paging.table import PageTable
 
 
@@ -35,21 +37,27 @@ class PrefixTree:
         window: Tokens that a token sees, itself included; ``None`` for all before it, 0 for recurrent states.
     """
 
-    __slots__ = ("_format", "_nodes", "_pages", "_pool", "page_size", "window")
+    __slots__ = ("_nodes", "_pool", "page_size", "window")
 
     def __init__(self, pool: PagePool, page_size: int, window: int | None = None) -> None:
         expect_page_size(page_size)
         self.page_size, self.window = page_size, window
         self._pool = pool
-        self._format = f"={page_size}q"
-        self._nodes: dict[tuple[str, Node | None, bytes], Node] = {}
-        self._pages: dict[int, Node] = {}  # by sealed page
+        self._nodes = Nodes()
         pool.attach(self.evict)
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        own = state[1]
+        if "_pages" in own:  # by an earlier release
+            del own["_pages"], own["_format"]
+            own["_nodes"] = of_objects(own["_nodes"].values())
+        for name, value in own.items():
+            setattr(self, name, value)
 
     @property
     def num_pages(self) -> int:
         """Number of pages that can be found: all sealed ones, held or evictable."""
-        return len(self._pages)
+        return self._nodes.num_pages
 
     def first_needed(self, num_pages: int) -> int:
         """Number of the first page that the token after a prefix of ``num_pages`` pages sees."""
@@ -57,9 +65,9 @@ class PrefixTree:
 
     def first_seen(self, num_tokens: int) -> int:
         """Number of the first page that the token after ``num_tokens`` tokens sees."""
-        end = -(-num_tokens // self.page_size)
         if self.window is None:
             return 0
+        end = -(-num_tokens // self.page_size)
         if self.window == 0:
             return max(end - 1, 0)
         return min(max(num_tokens - self.window + 1, 0) // self.page_size, end)
@@ -90,19 +98,15 @@ class PrefixTree:
             ArgumentError: a token is not a signed 64-bit integer; nothing was changed.
         """
         limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
-        pages: Iterable[bytes] = self.packed(tokens, limit // self.page_size)
-        events = self._pool.events
-        if events is not None:
-            pages = list(pages)
-        path = self._find(pages, salt)
+        pages, events = self.packed(tokens, limit // self.page_size), self._pool.events
+        path = self._nodes.find(pages, salt)
         end = self._num_whole(path) if num_pages is None else num_pages
         first = self.first_needed(end)
-        found = [node.page for node in path[first:end] if node.page is not None]
+        ids = [page for page in map(self._nodes.pages.__getitem__, path[first:end]) if page >= 0]
         if events is not None:
-            ids = [ref.id for ref in found]
-            events.look_up(salt, len(tokens), list(pages), ids, self._pool.num_pages, first)
-        for ref in found:
-            self._pool.hold(ref.id)
+            events.look_up(salt, len(tokens), pages, ids, self._pool.num_pages, first)
+        self._pool.hold(ids)
+        found = self._pool.refs(ids)
         if self.window:
             self._pool.prefer(found)
         return found
@@ -118,13 +122,13 @@ class PrefixTree:
 
     def known(self, tokens: Sequence[int], salt: str = "") -> list[bool]:
         """Whether each full page of a sequence is found, even if its prefix is not complete."""
-        pages = list(self.packed(tokens))
+        pages = self.packed(tokens)
         found = self.are_there(pages, salt)
         return found + [False] * (len(pages) - len(found))
 
     def are_there(self, pages: Iterable[bytes], salt: str) -> list[bool]:
         """``known`` for pages as of ``packed``, up to the first whose tokens are not in the tree."""
-        return [node.page is not None for node in self._find(pages, salt)]
+        return self._are_there(self._find(pages, salt))
 
     def whole(self, is_there: Sequence[bool]) -> list[bool]:
         """Whether the prefix that ends with each page is complete.
@@ -165,26 +169,22 @@ class PrefixTree:
     def num_parted(self, tokens: Sequence[int], salt: str = "") -> int:
         """Number of pages before a sequence diverges from a longer known one; 0 if there is none."""
         path = self._find(self.packed(tokens), salt)
-        goes_on = bool(path) and path[-1].num_children > 0
+        goes_on = bool(path) and self._nodes.num_children[path[-1]] > 0
         return len(path) if goes_on else 0
 
     def pages_from(self, tokens: Sequence[int], salt: str, first: int) -> list[PageRef]:
         """Consecutive found pages of a sequence from page ``first`` on, without references."""
-        found: list[PageRef] = []
-        for node in self._find(self.packed(tokens), salt)[first:]:
-            if node.page is None:
-                break
-            found.append(node.page)
-        return found
+        path = self._find(self.packed(tokens), salt)[first:]
+        return self._pool.refs([*takewhile((-1).__lt__, map(self._nodes.pages.__getitem__, path))])
 
     def sealed(self) -> dict[PageRef, None]:
-        """Pages that can be found, in the order in which they were sealed."""
-        return {node.page: None for node in self._pages.values() if node.page is not None}
+        """Pages that can be found, in the order of their ids."""
+        return dict.fromkeys(self._pool.refs(sorted(self._nodes.pages[node] for node in self._there())))
 
     def text_of(self, ref: PageRef) -> tuple[str, list[bytes]]:
         """Salt, and packed tokens of each page, of the text that ends with a page of ``sealed``."""
-        path = self._pages[ref.id].path()
-        return path[-1].key[0], [node.key[2] for node in path]
+        node = self._nodes.node_of(ref.id)
+        return self._nodes.salt(node), [*map(self._nodes.tokens, self._nodes.path(node))]
 
     def record(
         self,
@@ -206,7 +206,7 @@ class PrefixTree:
         pool = self._pool
         is_lru = pool.worth is None and self.window is None
         events = Events(self.page_size, capacity, max_remembered=max_remembered, clock=clock, is_lru=is_lru)
-        record_present(events, pool, self._nodes.values())
+        record_present(events, pool, self._nodes)
         pool.events = events
         return events
 
@@ -234,7 +234,7 @@ class PrefixTree:
                 64-bit integer, or ``first`` is not 0 without a window; nothing was changed.
             StateError: a page is stale, not held, or sealed under other tokens; nothing was changed.
         """
-        pages = list(self.packed(tokens))
+        pages = self.packed(tokens)
         count = max(len(pages) - first, 0)
         if len(refs) < count or len(set(refs)) < len(refs):
             raise ArgumentError(f"refs must be at least {count} distinct pages, got {list(refs)}")
@@ -260,10 +260,11 @@ class PrefixTree:
         end = max(min(len(tokens) // self.page_size - first, table.num_tokens // self.page_size), 0)
         start, above = min(table.num_sealed, end), None
         if start:
-            above = self._pages[table.page(start - 1).id]
-            if above.key[::2] != (salt, *self.packed(tokens, first + start, first + start - 1)):
+            above = self._nodes.node_of(table.page(start - 1).id)
+            [page] = self.packed(tokens, first + start, first + start - 1)
+            if (self._nodes.salt(above), self._nodes.tokens(above)) != (salt, page):
                 raise _is_of_others(table.page(start - 1))
-        pages = list(self.packed(tokens, first + end, first + start if start else 0))
+        pages = self.packed(tokens, first + end, first + start if start else 0)
         refs = table.pages_from(start)
         kept = self._insert(above, pages, refs[: end - start], salt) + refs[end - start :]
         if kept != refs:
@@ -272,41 +273,40 @@ class PrefixTree:
         return kept != refs
 
     def _insert(
-        self, above: Node | None, pages: list[bytes], refs: Sequence[PageRef], salt: str
+        self, above: int | None, pages: list[bytes], refs: Sequence[PageRef], salt: str
     ) -> list[PageRef]:
-        """``insert`` the last of some pages after ``above``, ``None`` for the start of a sequence."""
-        first = len(pages) - len(refs)
+        """``insert`` the last of some pages after the node ``above``, or from the start of a sequence."""
+        first, pool, nodes = len(pages) - len(refs), self._pool, self._nodes
         path = self._find(pages, salt, above)
-        known = [node.page for node in path[first:]]
-        known += [None] * (len(refs) - len(known))
-        for have, ref in zip(known, refs, strict=True):
-            if not self._pool.count(ref):
-                raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
-            if ref.id in self._pages and have != ref:
+        known = [nodes.pages[node] for node in path[first:]]
+        known += [-1] * (len(refs) - len(known))
+        for have, ref, is_sealed in zip(known, refs, pool.are_sealed(refs), strict=True):
+            if is_sealed and have != ref.id:
                 raise _is_of_others(ref)
-        for have, ref in zip(known, refs, strict=True):
-            if have is not None and have != ref:
-                self._pool.retain(have)
-                self._pool.release(ref)
-        new = [i for i, have in enumerate(known) if have is None]
+        kept = [*refs]
+        for i, have in enumerate(known):
+            if have >= 0 and have != refs[i].id:
+                kept[i] = pool.ref(have)
+                pool.retain(kept[i])
+                pool.release(refs[i])
+        new = [i for i, have in enumerate(known) if have < 0]
         last = path[-1] if path else above
-        parent = last.page if last is not None and self.window is None else None
-        self._pool.seal([refs[i] for i in new], parent, is_chain=self.window is None)
-        for page in pages[len(path) :] if refs else ():
-            last = self._add((salt, last, page))
-            path.append(last)
-        for i in new:
-            path[first + i].page = ref = refs[i]
-            self._pages[ref.id] = node = path[first + i]
-            if self._pool.worth is not None:
-                before = None if node.key[1] is None or node.key[1].page is None else node.key[1].page.id
-                self._pool.worth.seal(ref.id, before, (salt, node.key[2]))
-        if self._pool.events is not None:
+        parent = pool.ref(nodes.pages[last]) if last is not None and self.window is None else None
+        pool.seal([refs[i] for i in new], parent, is_chain=self.window is None)
+        if refs:
+            path += nodes.extend(last, pages[len(path) :], salt)
+        nodes.seal([path[first + i] for i in new], [refs[i].id for i in new])
+        if pool.worth is not None:
+            for node in (path[first + i] for i in new):
+                before = nodes.pages[nodes.parents[node]]
+                content = salt, nodes.tokens(node)
+                pool.worth.seal(nodes.pages[node], None if before < 0 else before, content)
+        if pool.events is not None:
             for _, run in groupby(enumerate(new), lambda pair: pair[1] - pair[0]):
                 ids = [i for _, i in run]
-                nodes = recorded(self._pool.events, path[first + ids[0] : first + ids[-1] + 1])
-                self._pool.events.seal(nodes, [refs[i].id for i in ids])
-        return [ref if have is None else have for have, ref in zip(known, refs, strict=True)]
+                names = recorded(pool.events, nodes, path[first + ids[0] : first + ids[-1] + 1])
+                pool.events.seal(names, [refs[i].id for i in ids])
+        return kept
 
     def evict(self, num_pages: int) -> int:
         """Free ``num_pages`` evictable pages in the order of the pool's policy, or all if there are fewer.
@@ -315,68 +315,54 @@ class PrefixTree:
         """
         if num_pages < 0:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
-        return self._forget(self._pool.victims(num_pages))
+        pages = self._pool.reclaim(num_pages)
+        self._nodes.evict(pages)
+        return len(pages)
 
     def sequences(self) -> Iterator[tuple[str, list[int], list[PageRef]]]:
         """Salt, tokens and last pages of each sequence that can be found and is no prefix of another.
 
-        The pages are those after the last evicted one, or all.
+        The pages are those after the last evicted one, or all. Those that would be evicted first come first.
         """
-        parents = {node.key[1] for node in self._pages.values()}
-        for node in [node for node in self._pages.values() if node not in parents]:
-            path, pages = node.path(), list[PageRef]()
-            for step in reversed(path):
-                if step.page is None:
-                    break
-                pages.append(step.page)
-            tokens = b"".join(step.key[2] for step in path)
-            yield node.key[0], list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
+        nodes, pool = self._nodes, self._pool
+        parents = {nodes.parents[node] for node in self._there()}
+        order = [nodes.node_of(ref.id) for ref in pool.evictable()]
+        order += [node for node in self._there() if pool.count(pool.ref(nodes.pages[node]))]
+        for node in [node for node in order if node not in parents]:
+            path = nodes.path(node)
+            pages = [*takewhile((-1).__lt__, map(nodes.pages.__getitem__, reversed(path)))]
+            tokens = b"".join(map(nodes.tokens, path))
+            ids = list(struct.unpack(f"={len(tokens) // 8}q", tokens))
+            yield nodes.salt(node), ids, pool.refs(pages[::-1])
 
-    def packed(self, tokens: Sequence[int], num_pages: int | None = None, first: int = 0) -> Iterator[bytes]:
+    def packed(self, tokens: Sequence[int], num_pages: int | None = None, first: int = 0) -> list[bytes]:
         """Token ids of each page from ``first`` to ``num_pages``, all full ones if ``None``, as int64."""
         size = self.page_size
-        num_pages = len(tokens) // size if num_pages is None else num_pages
+        end = len(tokens) // size if num_pages is None else max(num_pages, first)
+        some = tokens[first * size : end * size]
         try:
-            for start in range(first * size, num_pages * size, size):
-                yield struct.pack(self._format, *tokens[start : start + size])
+            packed = struct.pack(f"={len(some)}q", *some)
         except struct.error as problem:
             raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
+        return [packed[at : at + 8 * size] for at in range(0, len(packed), 8 * size)]
 
-    def _add(self, key: tuple[str, Node | None, bytes]) -> Node:
-        self._nodes[key] = node = Node(key)
-        if key[1] is not None:
-            key[1].num_children += 1
-        return node
+    def _find(self, pages: Iterable[bytes], salt: str, above: int | None = None) -> list[int]:
+        """Nodes of the longest path from a node, or from the start of a text, without references."""
+        return self._nodes.find(pages, salt, above)
 
-    def _forget(self, refs: list[PageRef]) -> int:
-        self._pool.reclaim(refs)
-        for ref in refs:
-            node = self._pages.pop(ref.id)
-            node.page = None
-            step: Node | None = node
-            while step is not None and step.page is None and not step.num_children:
-                del self._nodes[step.key]
-                step = step.key[1]
-                if step is not None:
-                    step.num_children -= 1
-        return len(refs)
+    def _there(self) -> Iterator[int]:
+        """Nodes whose pages can be found."""
+        return (node for node in self._nodes if self._nodes.pages[node] >= 0)
 
-    def _find(self, pages: Iterable[bytes], salt: str, above: Node | None = None) -> list[Node]:
-        """Longest path from a node, or from the root, without references."""
-        path: list[Node] = []
-        node = above
-        for page in pages:
-            node = self._nodes.get((salt, node, page))
-            if node is None:
-                break
-            path.append(node)
-        return path
+    def _are_there(self, path: Sequence[int]) -> list[bool]:
+        """Whether each node of a path has its page."""
+        return [self._nodes.pages[node] >= 0 for node in path]
 
-    def _num_whole(self, path: Sequence[Node]) -> int:
+    def _num_whole(self, path: Sequence[int]) -> int:
         """Number of pages of the longest complete prefix of a path."""
         if self.window is None:
             return len(path)
-        is_whole = self.whole([node.page is not None for node in path])
+        is_whole = self.whole(self._are_there(path))
         return max((i + 1 for i, x in enumerate(is_whole) if x), default=0)
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from kvloom.errors import ArgumentError, StateError
 from kvloom.paging.arguments import expect_page_size
 from kvloom.paging.interrupts import whole
-from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.page_states import PageRef
+from kvloom.paging.pool import PagePool
 
 
 class Copy(NamedTuple):
@@ -205,9 +206,7 @@ class PageTable:
     def _checked(self, refs: Sequence[PageRef]) -> list[PageRef]:
         if len(set(refs)) != len(refs):
             raise ArgumentError(f"refs must be distinct pages, got {list(refs)}")
-        for ref in refs:
-            if not self._pool.count(ref):
-                raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
+        self._pool.are_sealed(refs)
         return list(refs)
 
     def _pages_for(self, num_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kvloom.graphics.svg import COLORS, Axis, Picture
+from kvloom.graphics.svg import COLORS, Axis, Svg
 from kvloom.planning.plan import Plan
 
 _PARTS: Final = {
@@ -21,7 +21,7 @@ def chart(plans: list[Plan], memory: int | None = None) -> str:
     most = max(1, memory or 0, *(x.total for x in plans))
     across = Axis(0, most, _LEFT, _LEFT + _WIDTH)
     height = 60 + (_BAR + _GAP) * len(plans)
-    picture = Picture(_LEFT + _WIDTH + 110, height, font_family="sans-serif", font_size=12)
+    picture = Svg(_LEFT + _WIDTH + 110, height, font_family="sans-serif", font_size=12)
     for i, (part, color) in enumerate(_PARTS.items()):
         picture.legend(_LEFT + 90 * i, 8, part, color)
     for i, plan in enumerate(plans):

@@ -93,7 +93,8 @@ class ModelShape:
             )
         model, seen = _run_without_data(config)
         layers = layers_of(model)
-        expect_use(model, "cache", layers)
+        if any(x.tokens for x in layers):  # others have a cache of transformers' own
+            expect_use(model, "cache", layers)
         if foreign := next((x.keeps for x in layers if x.is_foreign), None):
             raise UnsupportedError(
                 f"config must have layers of keys and values or of recurrent states, got {foreign} in "
@@ -149,7 +150,7 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         return super().update_indexer(indexer_key_states, layer_idx)
 
 
-_AUTO_CLASSES: Final = [
+AUTO_CLASSES: Final = [
     getattr(transformers, name)
     for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
     if hasattr(transformers, name)
@@ -157,7 +158,7 @@ _AUTO_CLASSES: Final = [
 """Auto classes of models that generate text, multimodal ones included."""
 
 
-def _model_of(config: Any, *, sees: bool = False) -> Any:
+def model_of(config: Any, *, sees: bool = False) -> Any:
     """Make the model of a configuration without quantized weights, on torch's default device.
 
     Of some there is one with a tower of pictures and one without; ``sees`` prefers the former.
@@ -165,7 +166,7 @@ def _model_of(config: Any, *, sees: bool = False) -> Any:
     config = copy.deepcopy(config)  # in which transformers writes how it attends
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    found = [x for x in _AUTO_CLASSES if type(config) in x._model_mapping] or [AutoModelForCausalLM]
+    found = [x for x in AUTO_CLASSES if type(config) in x._model_mapping] or [AutoModelForCausalLM]
     auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
     return auto.from_config(config, attn_implementation="eager", dtype=_dtype_of(config)).eval()
 
@@ -194,8 +195,8 @@ def _weights_of(config: Any, model: Any) -> int:
     if said is not None or sees:
         dtype = next((x.dtype for x in model.parameters()), None)
         try:
-            with torch.device("meta"), _without_logs():
-                model = _model_of(config, sees=True)
+            with torch.device("meta"), without_logs():
+                model = model_of(config, sees=True)
                 if said is not None:
                     AutoHfQuantizer.from_config(said, pre_quantized=True).preprocess_model(
                         model=model, dtype=dtype, device_map=None, checkpoint_files=None
@@ -226,7 +227,7 @@ class _Decided(TorchDispatchMode):
 
 
 @contextmanager
-def _without_logs() -> Iterator[None]:
+def without_logs() -> Iterator[None]:
     """Context in which transformers logs nothing."""
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -245,9 +246,9 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
             torch.no_grad(),
             patch.object(torch, "autocast", _autocast),
             _Decided(),  # type: ignore[no-untyped-call]
-            _without_logs(),
+            without_logs(),
         ):
-            model = _model_of(config)
+            model = model_of(config)
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # its shapes do not depend on data
             cache = _Watched(model.config.get_text_config(decoder=True))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvloom.serving.answers import Answers
 
 ENTRY: Final = "kvloom.entry"
-"""Key of a request's ``Entry`` in its ASGI scope."""
+"""Key of a request's ``LogEntry`` in its ASGI scope."""
 
 _LOG: Final = logging.getLogger("kvloom.access")
 _MOST_CHARACTERS: Final = 100
@@ -18,7 +18,7 @@ _MOST_CHARACTERS: Final = 100
 
 
 @dataclass(slots=True)
-class Entry:
+class LogEntry:
     """Facts about a request for its line of the log.
 
     Attributes:
@@ -48,7 +48,7 @@ def logged(app: Any) -> Any:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        entry, began = Entry(), time.perf_counter()
+        entry, began = LogEntry(), time.perf_counter()
 
         async def seen(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -63,7 +63,7 @@ def logged(app: Any) -> Any:
     return logging_app
 
 
-def _line(scope: Any, entry: Entry, milliseconds: float) -> str:
+def _line(scope: Any, entry: LogEntry, milliseconds: float) -> str:
     method, path = (ascii(text)[1:-1] for text in (scope["method"][:20], scope["path"][:_MOST_CHARACTERS]))
     text = f"{method} {path} {entry.status or '-'} {milliseconds:.1f} ms"
     if entry.answers is None:

@@ -1,5 +1,6 @@
 """Check that a server gives a request the same answer among others as alone, bit for bit."""
 
+import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,17 +31,16 @@ class Answer:
     num_found: int = 0
     text: str = ""
 
-    def add(self, choice: Any) -> None:
-        """Add the text and the tokens of the answer, or of a chunk of it."""
-        self.text += choice.text
-        if choice.logprobs is not None:
-            self.tokens += choice.logprobs.tokens or []
-            self.logprobs += choice.logprobs.token_logprobs or []
-
-    def expect_logprobs(self) -> None:
-        """Raise UnsupportedError if a text has no log probabilities, since there is nothing to compare."""
-        if self.text and not self.logprobs:
-            raise UnsupportedError("the server must give log probabilities of completions, got none")
+    def add(self, chunk: Any) -> None:
+        """Add the text, the tokens and the usage of a chunk of the answer."""
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            self.num_found = (details and details.cached_tokens) or 0
+        for choice in chunk.choices:
+            self.text += choice.text
+            if choice.logprobs is not None:
+                self.tokens += choice.logprobs.tokens or []
+                self.logprobs += choice.logprobs.token_logprobs or []
 
 
 @dataclass(slots=True)
@@ -48,16 +48,20 @@ class AnswerCheck:
     """Counts of compared answers, and of those that differ.
 
     Attributes:
+        refused: Number of requests that the server had no place for among others.
         checked: Number of compared answers.
         other_tokens: Number of answers with other tokens.
         other_logprobs: Number of answers with other log probabilities, including those with other tokens.
-        other_behind_found: Number of the latter whose prompts began with a found prefix.
+        behind_found: Number of answers whose prompts began with a found prefix.
+        other_behind_found: Number of these with other log probabilities.
         largest: Largest difference of log probabilities of the same tokens after the same tokens.
     """
 
+    refused: int = 0
     checked: int = 0
     other_tokens: int = 0
     other_logprobs: int = 0
+    behind_found: int = 0
     other_behind_found: int = 0
     largest: float = 0.0
 
@@ -67,6 +71,7 @@ class AnswerCheck:
         self.other_tokens += company.tokens != alone.tokens
         differs = (company.tokens, company.logprobs) != (alone.tokens, alone.logprobs)
         self.other_logprobs += differs
+        self.behind_found += company.num_found > 0
         self.other_behind_found += differs and company.num_found > 0
         for a, b, x, y in zip(company.tokens, alone.tokens, company.logprobs, alone.logprobs, strict=False):
             if a != b:
@@ -74,49 +79,78 @@ class AnswerCheck:
             self.largest = max(self.largest, abs(x - y))
 
     def __str__(self) -> str:
+        refused = f"; {self.refused} more were refused" if self.refused else ""
         if not self.other_logprobs:
-            return f"{self.checked} answers are those of each request alone, to the bit"
+            return (
+                f"{self.checked} answers, {self.behind_found} of them behind a prefix that was found, are "
+                f"those of each request alone, to the bit{refused}"
+            )
         return (
             f"of {self.checked} answers {self.other_tokens} have other tokens than alone, "
             f"{self.other_logprobs} other log probabilities, by {self.largest:.1e} at most; "
-            f"{self.other_behind_found} of these follow a prefix that was found"
+            f"{self.other_behind_found} of these follow a prefix that was found{refused}"
         )
 
 
 async def check_answers(
     client: openai.AsyncOpenAI,
     model: str,
-    answers: Sequence[Answer],
-    observe: Callable[[AnswerCheck], None] = lambda check: None,
+    prompts: Sequence[str],
+    new_tokens: int,
+    num_clients: int,
+    observe: Callable[[int], None] = lambda num_answers: None,
 ) -> AnswerCheck:
-    """Request each answer again, one after the other, and compare.
+    """Send requests to a server, several at a time, then each answered one again, alone, and compare.
 
-    Each request has its own salt, so that it finds no pages of other requests.
+    A request that is alone has a salt of its own, so that it finds no pages of other requests.
 
     Args:
-        client: Client of the server.
+        client: Client of the server, without retries.
         model: Name of the model.
-        answers: Greedy answers that were given among others.
-        observe: Called after each answer.
+        prompts: Prompts of the requests.
+        new_tokens: Largest number of new tokens of each answer.
+        num_clients: Number of requests at a time.
+        observe: Called after each answer, with the number of answers so far.
 
     Raises:
-        openai.APIError: a request was not answered.
+        openai.APIError: a request failed; one that the server has no place for among others is counted.
         UnsupportedError: an answer has no log probabilities.
     """
-    check = AnswerCheck()
-    for answer in answers:
-        alone = Answer(answer.prompt, answer.new_tokens)
-        done = await client.completions.create(
-            model=model,
-            prompt=answer.prompt,
-            max_tokens=answer.new_tokens,
-            temperature=0,
-            logprobs=0,
-            extra_body={"cache_salt": secrets.token_hex(8)},
-        )
-        alone.add(done.choices[0])
-        for each in (answer, alone):
-            each.expect_logprobs()
-        check.compare(answer, alone)
-        observe(check)
+    check, waiting, company = AnswerCheck(), list(reversed(prompts)), list[Answer]()
+
+    async def ask_on() -> None:
+        while waiting:
+            try:
+                company.append(await _ask(client, model, waiting.pop(), new_tokens))
+            except openai.RateLimitError:
+                check.refused += 1
+            observe(len(company))
+
+    await asyncio.gather(*(ask_on() for _ in range(num_clients)))
+    for answer in company:
+        alone = {"extra_body": {"cache_salt": secrets.token_hex(8)}}
+        check.compare(answer, await _ask(client, model, answer.prompt, new_tokens, **alone))
+        observe(len(company) + check.checked)
     return check
+
+
+async def _ask(
+    client: openai.AsyncOpenAI, model: str, prompt: str, new_tokens: int, **options: Any
+) -> Answer:
+    """A greedy answer; raises UnsupportedError if its text has no log probabilities to compare."""
+    answer = Answer(prompt, new_tokens)
+    stream = await client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=new_tokens,
+        temperature=0,
+        logprobs=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,
+    )
+    async for chunk in stream:
+        answer.add(chunk)
+    if answer.text and not answer.logprobs:
+        raise UnsupportedError("the server must give log probabilities of completions, got none")
+    return answer

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
 from kvloom.integrations.transformers.session.held import CHOICE
@@ -13,9 +15,6 @@ from kvloom.serving import Refused
 from kvloom.serving.structured import Grammar
 from kvloom.serving.text import TextStream
 from kvloom.serving.wanted import Wanted
-
-if TYPE_CHECKING:
-    from kvloom.serving.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,38 @@ class Piece:
     prompt_logprobs: Sequence[LogProb] = ()
 
 
+@dataclass
+class Answering:
+    """What all answers of one session share while they are read.
+
+    Attributes:
+        manager: Manager that computes answers, unless they name another.
+        tokenizer: Tokenizer of the model.
+        end_tokens: Tokens that end an answer.
+        device: Device of the logits.
+        max_seconds: Longest time of an answer.
+        on_first_token: Called with the seconds from a request to its first new token.
+        readers: Answers that have not ended, by id.
+        num_new: Number of new tokens of all answers.
+        num_computed: Those among them that ``manager`` computed.
+    """
+
+    manager: Any
+    tokenizer: Any
+    end_tokens: frozenset[int]
+    device: torch.device
+    max_seconds: float
+    on_first_token: Callable[[float], None] = lambda seconds: None
+    readers: "dict[str, Answers]" = field(default_factory=dict)
+    num_new: int = 0
+    num_computed: int = 0
+
+
 class Answers:
     """The answers to the prompts of one request.
 
     Args:
-        session: Session that computes them.
+        reading: What they share with the other answers of their session.
         name: Id of the first answer.
         prompts: Tokens of each prompt.
         wanted: Parameters of the request.
@@ -54,7 +80,7 @@ class Answers:
         keep_special: Whether special tokens are part of the text.
         matcher: Matcher of ``Grammars``, if an answer has a structure.
         turn: Turn of an agent's session, if the request has one.
-        manager: Manager that computes them; that of the session if ``None``.
+        manager: Manager that computes them; that of ``reading`` if ``None``.
 
     Raises:
         Refused: the session takes no requests.
@@ -62,7 +88,7 @@ class Answers:
 
     def __init__(
         self,
-        session: "Session",
+        reading: Answering,
         name: str,
         prompts: Sequence[Sequence[int]],
         wanted: Wanted,
@@ -73,9 +99,9 @@ class Answers:
         turn: AgentTurn | None = None,
         manager: Any = None,
     ) -> None:
-        self._session, self._count, self.turn = session, wanted.count, turn
+        self._reading, self._count, self.turn = reading, wanted.count, turn
         self._is_prompt_alone = wanted.is_prompt_alone
-        self._manager = session.manager if manager is None else manager
+        self._manager = reading.manager if manager is None else manager
         self._began, self._first = time.monotonic(), True
         self._latest: dict[str, Any] = {}
         self._failure: str | None = None
@@ -83,24 +109,24 @@ class Answers:
         self.num_asked, self.num_new = sum(map(len, prompts)), 0
         self._answers: dict[str, _Answer] = {}
         sampling = wanted.sampling
-        ends = sampling.ends(session.end_tokens)
+        ends = sampling.ends(reading.end_tokens)
         for tokens in prompts:
             for choice in sampling.choices(
                 wanted.count,
                 len(tokens),
-                session.end_tokens,
+                reading.end_tokens,
                 wanted.logprobs,
-                session.model.device,
+                reading.device,
                 scores_prompt=wanted.echo,
             ):
                 index, grammar = len(self._answers), None
                 if wanted.structure is not None:
-                    grammar = Grammar(wanted.structure, matcher.deep_copy(), len(tokens), session.end_tokens)
+                    grammar = Grammar(wanted.structure, matcher.deep_copy(), len(tokens), reading.end_tokens)
                     choice.processors = (*choice.processors, grammar)
-                text = TextStream(session.tokenizer, wanted.stop, not keep_special, sampling.min_tokens)
+                text = TextStream(reading.tokenizer, wanted.stop, not keep_special, sampling.min_tokens)
                 request_id = f"{name}-{index}" if index else name
                 self._answers[request_id] = _Answer(index, choice, text, ends, grammar)
-                session.readers[request_id] = self
+                reading.readers[request_id] = self
         try:
             for request_id, answer in self._answers.items():
                 number = answer.index // wanted.count
@@ -142,10 +168,10 @@ class Answers:
         Raises:
             Refused: a request failed, or takes too long.
         """
-        session = self._session
+        reading = self._reading
         try:
             while any(answer.finish_reason is None for answer in self._answers.values()):
-                left = self._began + session.settings.max_seconds - time.monotonic()
+                left = self._began + reading.max_seconds - time.monotonic()
                 try:
                     await asyncio.wait_for(self._changed.wait(), left)
                 except asyncio.TimeoutError as error:
@@ -159,7 +185,7 @@ class Answers:
                         raise Refused(503, f"the session failed: {output.error}")
                     if self._first:
                         self._first = False
-                        session.on_first_token(time.monotonic() - self._began)
+                        reading.on_first_token(time.monotonic() - self._began)
                     answer = self._answers[name]
                     if answer.finish_reason is None:
                         piece = answer.read(output)
@@ -167,8 +193,7 @@ class Answers:
                             piece = replace(
                                 piece, text="", tokens=(), offsets=(), logprobs=(), finish_reason="length"
                             )
-                        self.num_new += len(piece.tokens)
-                        session.note_new_tokens(len(piece.tokens), lives=self._manager is session.manager)
+                        self._count_new(len(piece.tokens))
                         if piece.finish_reason is not None:
                             self._leave(name, ended=output.is_finished())
                         yield piece
@@ -180,8 +205,14 @@ class Answers:
         for name in self._answers:
             self._leave(name, ended=False)
 
+    def _count_new(self, count: int) -> None:
+        self.num_new += count
+        self._reading.num_new += count
+        if self._manager is self._reading.manager:
+            self._reading.num_computed += count
+
     def _leave(self, name: str, ended: bool) -> None:
-        if self._session.readers.pop(name, None) is not None and not ended:
+        if self._reading.readers.pop(name, None) is not None and not ended:
             self._manager.cancel_request(name)
 
 

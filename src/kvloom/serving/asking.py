@@ -17,7 +17,7 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.serving import Refused
-from kvloom.serving.access_log import ENTRY, Entry
+from kvloom.serving.access_log import ENTRY, LogEntry
 from kvloom.serving.agents import HEADER, turn_of
 from kvloom.serving.answers import Answers
 from kvloom.serving.bodies import expect_model, read_object
@@ -26,7 +26,7 @@ from kvloom.serving.messages import Chat
 from kvloom.serving.pictures import decoded
 from kvloom.serving.prompts import expect_room
 from kvloom.serving.readers import ParsedText, PlainText, Reader
-from kvloom.serving.session import Place, Session
+from kvloom.serving.session import Place, ServingSession
 from kvloom.serving.text import Echo
 from kvloom.serving.tools import CallsText
 from kvloom.serving.vision import PicturePrompt
@@ -39,7 +39,7 @@ _PROMPTS: Final = "prompt must be a text, a list of token ids, or a list of thos
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class BegunAnswers:
     """Answers that have begun.
 
     Attributes:
@@ -67,12 +67,12 @@ class Asking:
         prefix: Prefix of the ids of answers.
     """
 
-    def __init__(self, session: Session, names: tuple[str, ...], kind: str, prefix: str) -> None:
+    def __init__(self, session: ServingSession, names: tuple[str, ...], kind: str, prefix: str) -> None:
         self._session, self._names, self._kind, self._prefix = session, names, kind, prefix
 
     async def begin(
         self, request: Request, translate: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
-    ) -> Begun:
+    ) -> BegunAnswers:
         """Begin the answers to a request.
 
         Args:
@@ -122,8 +122,8 @@ class Asking:
                 turn=turn,
                 pictures=asked[0].pictures,
             )
-        request.scope.get(ENTRY, Entry()).answers = answers
-        return Begun(name, wanted, answers, readers, [x.echo for x in asked for _ in x.readers])
+        request.scope.get(ENTRY, LogEntry()).answers = answers
+        return BegunAnswers(name, wanted, answers, readers, [x.echo for x in asked for _ in x.readers])
 
     def _asked(self, prompt: Any, wanted: Wanted) -> "_Asked":
         """Tokens and readers for one prompt of a completion, or for the body of a chat."""

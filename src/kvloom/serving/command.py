@@ -109,7 +109,7 @@ def _model_of(
     from transformers import ContinuousBatchingConfig
 
     from kvloom.serving.models import Model
-    from kvloom.serving.session import Session
+    from kvloom.serving.session import ServingSession
     from kvloom.serving.vision import processor_of
 
     model, tokenizer = load(path, args.dtype)
@@ -121,7 +121,7 @@ def _model_of(
     )
     if num_models > 1:
         config.max_memory_percent = _MEMORY_SHARE / num_models
-    session = Session(
+    session = ServingSession(
         model,
         tokenizer,
         settings,

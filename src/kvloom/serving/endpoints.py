@@ -12,8 +12,8 @@ from kvloom.serving import Refused
 from kvloom.serving.answers import Answers
 from kvloom.serving.asking import Asking
 from kvloom.serving.replies import EventStream, error_body, usage
-from kvloom.serving.session import Session
-from kvloom.serving.shapes import Shape
+from kvloom.serving.session import ServingSession
+from kvloom.serving.shapes import AnswerShape
 from kvloom.serving.wanted import Wanted
 
 
@@ -26,7 +26,7 @@ class Endpoint:
         kind: ``"chat"`` or ``"text"``.
     """
 
-    def __init__(self, session: Session, names: tuple[str, ...], kind: str) -> None:
+    def __init__(self, session: ServingSession, names: tuple[str, ...], kind: str) -> None:
         self._session, self._names, self._kind = session, names, kind
         self._asking = Asking(session, names, kind, "chatcmpl" if kind == "chat" else "cmpl")
 
@@ -34,7 +34,7 @@ class Endpoint:
         """Answer one request; raises KVError if the request is invalid."""
         begun = await self._asking.begin(request)
         wanted, answers = begun.wanted, begun.answers
-        shapes = [Shape(self._kind, *x) for x in zip(begun.readers, begun.echoes, strict=True)]
+        shapes = [AnswerShape(self._kind, *x) for x in zip(begun.readers, begun.echoes, strict=True)]
         head = {
             "id": begun.name,
             "created": int(time.time()),
@@ -45,7 +45,7 @@ class Endpoint:
         return JSONResponse(await self._whole(head, answers, wanted, shapes))
 
     async def _whole(
-        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[Shape]
+        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[AnswerShape]
     ) -> dict[str, Any]:
         async with aclosing(answers.pieces()) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
@@ -59,18 +59,23 @@ class Endpoint:
         }
 
     async def _events(
-        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[Shape]
+        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[AnswerShape]
     ) -> AsyncGenerator[dict[str, Any], None]:
         head["object"] = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
+
+        def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+            running = {"usage": usage(answers)} if wanted.running_usage else {}
+            return {**head, "choices": [choice], **running}
+
         try:
             async with aclosing(answers.pieces()) as pieces:  # type: ignore[type-var]
                 if self._kind == "chat":
                     for index in range(len(shapes)):
                         delta = {"role": "assistant", "content": ""}
-                        yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+                        yield chunk({"index": index, "delta": delta, "finish_reason": None})
                 async for piece in pieces:
                     for choice in shapes[piece.index].events(piece, self._session.tokenizer, wanted):
-                        yield {**head, "choices": [choice]}
+                        yield chunk(choice)
         except Refused as error:
             yield error_body(error.status, str(error), error.code)
             return

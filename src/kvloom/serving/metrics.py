@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from kvloom.integrations.transformers.session.report import BatchReport
 from kvloom.serving.models import Model
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -110,7 +110,7 @@ class _SessionCollector(Collector):
                 yield family
 
 
-def _value(report: BatchReport, session: Session, field: str) -> float:
+def _value(report: BatchReport, session: ServingSession, field: str) -> float:
     """Value of a field; 0 for a field of a missing store."""
     owner, _, name = field.rpartition(".")
     if owner == "store":

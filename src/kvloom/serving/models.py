@@ -10,7 +10,7 @@ from starlette.requests import Request
 from kvloom.errors import ArgumentError
 from kvloom.serving import Refused
 from kvloom.serving.bodies import read_object
-from kvloom.serving.session import Place, Session
+from kvloom.serving.session import Place, ServingSession
 
 Answer = Callable[[Request], Awaitable[Any]]
 """Function that answers a request; raises KVError if the request is invalid."""
@@ -26,7 +26,7 @@ class Model:
     """
 
     names: tuple[str, ...]
-    session: Session
+    session: ServingSession
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ def chosen(name: object, models: Sequence[Model]) -> Model:
     raise Refused(404, f"model must be {listed}, got {name[:100]!r}", "model_not_found")
 
 
-def answer_of(models: Sequence[Model], make: Callable[[Session, tuple[str, ...]], Answer]) -> Answer:
+def answer_of(models: Sequence[Model], make: Callable[[ServingSession, tuple[str, ...]], Answer]) -> Answer:
     """The endpoint of all models, which passes a request to the model that it names.
 
     Args:

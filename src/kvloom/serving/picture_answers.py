@@ -25,7 +25,7 @@ _CONTENT: Final = "pictures"
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class PictureOutput:
     """State of an answer, with the names of transformers' sessions."""
 
     request_id: str
@@ -63,7 +63,7 @@ class Job:
     is_cancelled: bool = False
 
 
-def answer(model: Any, pool: KVPool, job: Job, deliver: Callable[[Output], None]) -> None:
+def answer(model: Any, pool: KVPool, job: Job, deliver: Callable[[PictureOutput], None]) -> None:
     """Compute an answer, and let later ones find its pages.
 
     Args:
@@ -133,7 +133,7 @@ class _Choosing(LogitsProcessor):  # type: ignore[misc]
 class _Steps(StoppingCriteria):  # type: ignore[misc]
     """Stopping criterion that delivers each new token, and stops after the last one."""
 
-    def __init__(self, job: Job, deliver: Callable[[Output], None]) -> None:
+    def __init__(self, job: Job, deliver: Callable[[PictureOutput], None]) -> None:
         self._job, self._deliver = job, deliver
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -141,7 +141,7 @@ class _Steps(StoppingCriteria):  # type: ignore[misc]
         job = self._job
         job.tokens.append(int(input_ids[0, -1]))
         is_last = job.tokens[-1] in job.ends or len(job.tokens) == job.max_tokens
-        self._deliver(Output(job.request_id, [*job.tokens], is_last=is_last))
+        self._deliver(PictureOutput(job.request_id, [*job.tokens], is_last=is_last))
         return torch.full((1,), is_last or job.is_cancelled, device=input_ids.device)
 
 

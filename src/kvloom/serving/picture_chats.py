@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
@@ -17,12 +17,10 @@ from kvloom.integrations.transformers import KVPool, enable, summary_of
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.serving.answers import Answers
 from kvloom.serving.messages import Chat
-from kvloom.serving.picture_answers import PAGE_SIZE, Job, Output, answer, expect_same_logits, twin_of
+from kvloom.serving.picture_answers import PAGE_SIZE, Job, PictureOutput, answer, expect_same_logits, twin_of
 from kvloom.serving.vision import PicturePrompt, Vision
-
-if TYPE_CHECKING:
-    from kvloom.serving.answers import Answers
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -84,7 +82,7 @@ class PictureChats:
             prompts.append(self.vision.prompt_of(text, chat.messages, [image]))
         expect_same_logits(self._model, prompts, DynamicCache(config=text_config_of(self._model)))
 
-    def start(self, readers: Mapping[str, "Answers"]) -> None:
+    def start(self, readers: Mapping[str, Answers]) -> None:
         """Start in the event loop of ``readers``, which read answers by their ids."""
         self._readers, self._loop = readers, asyncio.get_running_loop()
 
@@ -100,9 +98,9 @@ class PictureChats:
         """Number of answers that are computed or wait."""
         return len(self._jobs)
 
-    def of(self, prompt: PicturePrompt) -> "Asked":
+    def of(self, prompt: PicturePrompt) -> "PictureManager":
         """Replacement of a session's manager, for answers to one prompt."""
-        return Asked(self, prompt)
+        return PictureManager(self, prompt)
 
     def add(self, job: Job) -> None:
         """Add an answer, which is computed after those before it."""
@@ -121,15 +119,15 @@ class PictureChats:
                 answer(self._model, self.pool, job, self._tell)
         except Exception as error:  # fails this chat alone
             _LOG.warning("an answer to a chat with pictures failed: %s", summary_of(error))
-            self._tell(Output(job.request_id, [*job.tokens], summary_of(error), is_last=True))
+            self._tell(PictureOutput(job.request_id, [*job.tokens], summary_of(error), is_last=True))
         finally:
             del self._jobs[job.request_id]
 
-    def _tell(self, output: Output) -> None:
+    def _tell(self, output: PictureOutput) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._give, output)
 
-    def _give(self, output: Output) -> None:
+    def _give(self, output: PictureOutput) -> None:
         reader = self._readers.get(output.request_id)
         if reader is not None:
             reader.take(output)
@@ -144,7 +142,7 @@ def picture_chats(*args: Any, **options: Any) -> PictureChats | None:
         return None
 
 
-class Asked:
+class PictureManager:
     """Replacement of a session's manager, which takes requests for answers to one prompt.
 
     Args:

@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse
 
 from kvloom.errors import ArgumentError
 from kvloom.serving import Refused
-from kvloom.serving.asking import Asking, Begun
+from kvloom.serving.asking import Asking, BegunAnswers
 from kvloom.serving.replies import EventStream, restored
 from kvloom.serving.response_items import Output
 from kvloom.serving.response_request import chat_of, own_names
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 
 
 class Responses:
@@ -25,7 +25,7 @@ class Responses:
         names: Names of the model; responses have the first one.
     """
 
-    def __init__(self, session: Session, names: tuple[str, ...]) -> None:
+    def __init__(self, session: ServingSession, names: tuple[str, ...]) -> None:
         self._session, self._names = session, names
         self._asking = Asking(session, names, "chat", "resp")
 
@@ -60,7 +60,7 @@ class _Response:
         said: Fields of the request that the response repeats.
     """
 
-    def __init__(self, begun: Begun, model: str, said: dict[str, Any]) -> None:
+    def __init__(self, begun: BegunAnswers, model: str, said: dict[str, Any]) -> None:
         self._begun, self._output = begun, Output()
         self._num_reasoning, self._created = 0, int(time.time())
         sampling = begun.wanted.sampling

@@ -27,9 +27,9 @@ from kvloom.serving.models import Answer, Model, answer_of, chosen
 from kvloom.serving.origins import readable
 from kvloom.serving.replies import error_reply
 from kvloom.serving.responses import Responses
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 from kvloom.serving.settings import Settings
-from kvloom.serving.tokens import Tokens
+from kvloom.serving.tokens import TokenEndpoints
 
 _HEAD_BYTES: Final = 64 << 10
 """Bytes for a request's first line, and for headers that are a little too large, so that 431 is answered."""
@@ -47,9 +47,9 @@ def application(models: Sequence[Model], settings: Settings) -> Any:
     """
     metrics, agents = Metrics(models), Agents(models)
     for model in models:
-        model.session.on_first_token = metrics.first_token.labels(model.name).observe
+        model.session.reading.on_first_token = metrics.first_token.labels(model.name).observe
 
-    def post(path: str, make: Callable[[Session, tuple[str, ...]], Answer]) -> Route:
+    def post(path: str, make: Callable[[ServingSession, tuple[str, ...]], Answer]) -> Route:
         return Route(path, answer_of(models, make), methods=["POST"])
 
     @asynccontextmanager
@@ -87,8 +87,8 @@ def application(models: Sequence[Model], settings: Settings) -> Any:
             post("/v1/chat/completions", lambda session, names: Endpoint(session, names, "chat").answer),
             post("/v1/completions", lambda session, names: Endpoint(session, names, "text").answer),
             post("/v1/responses", lambda session, names: Responses(session, names).answer),
-            post("/tokenize", lambda session, names: Tokens(session, names).tokenize),
-            post("/detokenize", lambda session, names: Tokens(session, names).detokenize),
+            post("/tokenize", lambda session, names: TokenEndpoints(session, names).tokenize),
+            post("/detokenize", lambda session, names: TokenEndpoints(session, names).detokenize),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/sessions", agents.every),

@@ -17,7 +17,7 @@ from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.integrations.transformers.session.report import BatchReport
 from kvloom.integrations.transformers.session.sampling import choose_by_request
 from kvloom.serving import Refused
-from kvloom.serving.answers import Answers
+from kvloom.serving.answers import Answering, Answers
 from kvloom.serving.picture_chats import PictureChats, picture_chats
 from kvloom.serving.prompts import Prompts, expect_room
 from kvloom.serving.settings import PICTURE_TOKENS, Settings
@@ -41,7 +41,7 @@ _TOKEN_BYTES: Final = 64
 """Bytes of a request for each token that a prompt may have, far more than tokens take, even if escaped."""
 
 
-class Session:
+class ServingSession:
     """A running session of continuous batching, whose answers are read in one event loop.
 
     Args:
@@ -49,7 +49,6 @@ class Session:
         tokenizer: Tokenizer from ``load_model``.
         settings: Settings of the server.
         config: A ``ContinuousBatchingConfig``.
-        on_first_token: Called with the seconds from a request to its first new token.
         kv, values, policy, batch_invariant, pack, store: As in ``continuous_batching``.
         processor: Processor of pictures for the model; ``None`` for text alone.
         picture_tokens: Largest number of kept tokens of chats with pictures.
@@ -65,7 +64,6 @@ class Session:
         settings: Settings,
         config: ContinuousBatchingConfig,
         *,
-        on_first_token: Callable[[float], None] = lambda seconds: None,
         kv: str = "auto",
         values: str | None = None,
         policy: str = "lru",
@@ -80,7 +78,6 @@ class Session:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         tokenizer("")  # resets the truncation of its file; threads may share it afterwards
         self.prompts = Prompts(tokenizer)
-        self.on_first_token = on_first_token
         self._batch_invariant = batch_invariant
         self.store = None if store is None else open_store(store)
         self.pictures: PictureChats | None = None
@@ -94,7 +91,6 @@ class Session:
         layers: dict[str, Any] = {"batch_invariant": batch_invariant, "pack": pack}
         continuous_batching(model, kv, values=values, policy=policy, **layers, store=self.store)
         ends = token_ids_in(model.generation_config.eos_token_id)
-        self.end_tokens = frozenset(ends)
         greedy = GenerationConfig(do_sample=False, eos_token_id=ends or -1)  # each request overrides it
         self.grammars = Grammars(tokenizer, ends, _num_logits(model))
         self.manager = model.init_continuous_batching(greedy, config)
@@ -102,9 +98,7 @@ class Session:
             settings.session_share, max(len({*settings.api_keys}), 1), settings.session_seconds
         )
         choose_by_request(self.manager)
-        self.readers: dict[str, Answers] = {}
-        self.num_new = 0
-        """Number of new tokens of all answers."""
+        self.reading = Answering(self.manager, tokenizer, frozenset(ends), model.device, settings.max_seconds)
         self.num_restarts = 0
         """Number of restarts after a failure."""
         self.failure: str | None = None
@@ -116,12 +110,23 @@ class Session:
         self.num_placed = 0
         """Number of answers whose prompts are being read."""
         self._num_deaths = 0  # since the last new token
+        self._num_then = 0  # new tokens until the last of them
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
         """Whether steps are computed."""
         return bool(self.manager.is_running() and self.manager.background_thread_status.fatal_error is None)
+
+    @property
+    def readers(self) -> dict[str, Answers]:
+        """The answers that have not ended, by id."""
+        return self.reading.readers
+
+    @property
+    def num_new(self) -> int:
+        """Number of new tokens of all answers."""
+        return self.reading.num_new
 
     @property
     def num_taken(self) -> int:
@@ -194,7 +199,9 @@ class Session:
                 reason = self._why_it_died()
                 for answers in set(self.readers.values()):
                     answers.fail(f"the session failed: {reason}")
-                self._num_deaths += 1
+                computed = self.reading.num_computed
+                self._num_deaths = 1 if computed > self._num_then else self._num_deaths + 1
+                self._num_then = computed
                 if self._num_deaths == _MOST_DEATHS:
                     return self._end(f"{reason}, {_MOST_DEATHS} times without a new token between")
                 _LOG.error("the session died and begins again with new pages: %s", reason)
@@ -219,11 +226,6 @@ class Session:
     def _why_it_died(self) -> str:
         error = self.manager.background_thread_status.fatal_error
         return "its thread ended" if error is None else summary_of(error)
-
-    def note_new_tokens(self, count: int, lives: bool) -> None:
-        """Count new tokens; ``lives`` is whether the session computed them."""
-        self.num_new += count
-        self._num_deaths = 0 if lives else self._num_deaths
 
     @property
     def max_body_bytes(self) -> int:
@@ -275,7 +277,9 @@ class Session:
         if pictures is not None and self.pictures is not None:
             room, manager = self.pictures.room, self.pictures.of(pictures)
         counts = [self._num_new_tokens(tokens, wanted, usual_tokens, room) for tokens in prompts]
-        return Answers(self, name, prompts, wanted, counts, salt, keep_special, matcher, turn, manager)
+        return Answers(
+            self.reading, name, prompts, wanted, counts, salt, keep_special, matcher, turn, manager
+        )
 
     def _num_new_tokens(
         self, tokens: Sequence[int], wanted: Wanted, usual_tokens: int | None, most: int
@@ -310,7 +314,7 @@ class Place:
         Refused: no place is free, or the session is not alive.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ServingSession) -> None:
         self._session, self._count = session, 0
         session.expect_alive()
         self.widen(1)
@@ -351,7 +355,7 @@ def _expect_device(device: torch.device) -> None:
 class _Router(OutputRouter):  # type: ignore[misc]
     """Router that passes outputs to their readers; each reads the latest one only, which has all tokens."""
 
-    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, session: ServingSession, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._session, self._loop = session, loop
 

@@ -11,7 +11,7 @@ from kvloom.serving.text import Echo
 from kvloom.serving.wanted import Wanted
 
 
-class Shape:
+class AnswerShape:
     """JSON of one answer: text, tool calls and reasoning, whole or in pieces.
 
     Args:

@@ -11,7 +11,7 @@ from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.serving.bodies import expect_model, read_object
 from kvloom.serving.fields import flag, shown
 from kvloom.serving.messages import Chat
-from kvloom.serving.session import Session
+from kvloom.serving.session import ServingSession
 from kvloom.serving.settings import MOST
 from kvloom.serving.text import text_of
 
@@ -20,7 +20,7 @@ _TEXT: Final = (*_COMMON, "prompt")
 _CHAT: Final = (*_COMMON, "messages", "tools", "chat_template_kwargs", "add_generation_prompt")
 
 
-class Tokens:
+class TokenEndpoints:
     """Both endpoints, in the threads that read prompts; a text may be longer than the model can read.
 
     Args:
@@ -28,7 +28,7 @@ class Tokens:
         names: Names of the model.
     """
 
-    def __init__(self, session: Session, names: tuple[str, ...]) -> None:
+    def __init__(self, session: ServingSession, names: tuple[str, ...]) -> None:
         self._session, self._names = session, names
 
     async def tokenize(self, request: Request) -> JSONResponse:

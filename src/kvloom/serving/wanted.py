@@ -22,6 +22,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "store": (False,),
     "suffix": ("",),
 }
+_STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _COMMON: Final = (
     "model",
     "max_tokens",
@@ -63,6 +64,7 @@ class Wanted:
         count: Number of answers to each prompt.
         stream: Whether answers come in pieces.
         usage: Whether a stream ends with the number of its tokens.
+        running_usage: Whether each chunk of a stream has the number of tokens so far.
         logprobs: Number of likeliest tokens of each step; ``None`` for no log probabilities.
         salt: Only requests with the same salt share pages.
         echo: Whether an answer begins with its prompt, and its log probabilities with those of the prompt.
@@ -77,6 +79,7 @@ class Wanted:
     count: int
     stream: bool
     usage: bool
+    running_usage: bool
     logprobs: int | None
     salt: str
     echo: bool
@@ -107,14 +110,15 @@ class Wanted:
                     )
             elif name not in _FIELDS[kind]:
                 raise ArgumentError(f"{shown(name)} is no field that is supported")
-        calls, max_tokens = ForcedCalls.of(given), _max_tokens(given)
+        calls, max_tokens, stream_options = ForcedCalls.of(given), _max_tokens(given), _stream_options(given)
         return cls(
             max_tokens=1 if max_tokens == 0 else max_tokens,
             sampling=Sampling.of(given, defaults),
             stop=_stops(given.get("stop", [])),
             count=whole(given, "n", 1, _MOST_ANSWERS) or 1,
             stream=flag(given, "stream"),
-            usage=_usage(given),
+            usage=stream_options["include_usage"],
+            running_usage=stream_options["continuous_usage_stats"],
             logprobs=_logprobs(given, kind),
             salt=text(given, "cache_salt"),
             echo=flag(given, "echo"),
@@ -135,17 +139,24 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
     return older if newer is None else newer
 
 
-def _usage(body: Mapping[str, Any]) -> bool:
+def _stream_options(body: Mapping[str, Any]) -> dict[str, bool]:
     options = body.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise ArgumentError(f"stream_options must be an object with include_usage, got {shown(options)}")
+    if not isinstance(options, dict) or options.keys() - set(_STREAM_OPTIONS):
+        raise ArgumentError(
+            f"stream_options must be an object of {', '.join(_STREAM_OPTIONS)}, got {shown(options)}"
+        )
     if "stream_options" in body and not flag(body, "stream"):
         raise ArgumentError(f"stream_options must be left out where stream is not true, got {shown(options)}")
-    if flag(options, "include_obfuscation"):
+    given = {name: flag(options, name) for name in _STREAM_OPTIONS}
+    if given["include_obfuscation"]:
         raise ArgumentError(
             "stream_options.include_obfuscation must be left out, as it is not supported, got True"
         )
-    return flag(options, "include_usage")
+    if given["continuous_usage_stats"] and not given["include_usage"]:
+        raise ArgumentError(
+            "stream_options.continuous_usage_stats must be left out where include_usage is not true, got True"
+        )
+    return given
 
 
 def _stops(value: Any) -> tuple[str, ...]:

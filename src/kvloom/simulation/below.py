@@ -8,7 +8,7 @@ Item: TypeAlias = tuple[int, bool]
 """Id of the last page of a text, which identifies the text; and whether the item is its states."""
 
 
-class Below:
+class SimulatedStore:
     """Contents of a store, with LRU eviction by writes and reads.
 
     Args:

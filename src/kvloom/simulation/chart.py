@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Final
 
-from kvloom.graphics.svg import COLORS, Axis, Picture
+from kvloom.graphics.svg import COLORS, Axis, Svg
 from kvloom.simulation.replay import Hits
 
 _DASHES: Final = ("none", "6 3", "2 3")
@@ -20,7 +20,7 @@ def chart(results: dict[str, dict[int, Hits]]) -> str:
     across = Axis(low, high, _LEFT, _LEFT + _WIDTH, is_logarithmic=True)
     up = Axis(0, most, _TOP + _HEIGHT, _TOP)
     width, height = _LEFT + _WIDTH + _LEGEND, _TOP + _HEIGHT + 40
-    picture = Picture(width, height, font_family="sans-serif", font_size=12)
+    picture = Svg(width, height, font_family="sans-serif", font_size=12)
     for rate in (most * i / 5 for i in range(6)):
         picture.path([(across.start, up.at(rate)), (across.end, up.at(rate))], class_="grid")
         picture.text(_LEFT - 6, up.at(rate) + 4, f"{100 * rate:.0f} %", "end")

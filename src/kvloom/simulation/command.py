@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from kvloom.simulation.replay import Hits
     from kvloom.simulation.trace import Request
 
-Results: TypeAlias = "dict[Cache, dict[int, Hits]]"
+Results: TypeAlias = "dict[ReplayCache, dict[int, Hits]]"
 """Hits by cache, then by capacity."""
 States: TypeAlias = int | Literal["all"] | None
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
-class Cache(NamedTuple):
+class ReplayCache(NamedTuple):
     """Cache to replay the requests through, at every capacity.
 
     Attributes:
@@ -105,7 +105,10 @@ def run(args: argparse.Namespace) -> None:
     names = args.policy or ("lru,opt" if args.states is None else "lru")
     policies = POLICIES if names == "all" else names.split(",")
     caches = [
-        Cache(policy, below, states) for policy in policies for below in stores for states in _states(args)
+        ReplayCache(policy, below, states)
+        for policy in policies
+        for below in stores
+        for states in _states(args)
     ]
     for cache in caches:  # refuse bad arguments before work that takes seconds
         _replay([], min(capacities), cache, args)
@@ -137,7 +140,7 @@ def _states(args: argparse.Namespace) -> list[States]:
     return [*counts, "all"]
 
 
-def _replay(requests: "list[Request]", capacity: int, cache: Cache, args: argparse.Namespace) -> "Hits":
+def _replay(requests: "list[Request]", capacity: int, cache: ReplayCache, args: argparse.Namespace) -> "Hits":
     from kvloom.simulation.replay import replay
     from kvloom.simulation.states import replay_states
 

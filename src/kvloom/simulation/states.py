@@ -12,7 +12,7 @@ from kvloom import paging
 from kvloom.errors import ArgumentError
 from kvloom.paging import PagePool, PageRef, PrefixTree
 from kvloom.paging.grid import grid_interval
-from kvloom.simulation.below import Below
+from kvloom.simulation.below import SimulatedStore
 from kvloom.simulation.replay import Hits
 from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
 
@@ -70,7 +70,7 @@ def replay_states(
     interval = grid_interval(state_interval, page_size)
     most = _MOST * len(requests)
     num_states = most if max_states is None else min(max_states, most)
-    store = Below(below, page_size, state_tokens) if below and state_tokens is not None else None
+    store = SimulatedStore(below, page_size, state_tokens) if below and state_tokens is not None else None
     num_pages = min(-(-capacity // page_size), _USED * sum(len(x.hash_ids) for x in requests))
     pool = StatefulPool(num_pages, num_states, page_size, interval, policy, store)
     num_found = sum(pool.ask(x.hash_ids, x.input_length) for x in requests)
@@ -109,7 +109,7 @@ class StatefulPool:
         page_size: int,
         interval: int,
         policy: str,
-        below: Below | None = None,
+        below: SimulatedStore | None = None,
     ) -> None:
         self._page_size, self._step = page_size, interval // page_size
         self._pages, self._states = PagePool(num_pages, policy), PagePool(num_states)
@@ -171,7 +171,7 @@ class StatefulPool:
             self._states.release(ref)
         return found, held
 
-    def _num_whole(self, ids: Sequence[int], below: Below | None = None) -> int:
+    def _num_whole(self, ids: Sequence[int], below: SimulatedStore | None = None) -> int:
         """Number of pages of the longest prefix with all pages and the states after it, here or ``below``."""
         there, states = self._tree.known(ids), self._states_tree.known(ids)
         if below is not None:
@@ -180,7 +180,7 @@ class StatefulPool:
         num_pages = next((i for i, is_there in enumerate(there) if not is_there), len(there))
         return max((i for i, is_there in enumerate(states[:num_pages], 1) if is_there), default=0)
 
-    def _read(self, ids: Sequence[int], below: Below) -> list[PageRef]:
+    def _read(self, ids: Sequence[int], below: SimulatedStore) -> list[PageRef]:
         """Hold the pages of a text; read missing ones, as many as there is room for."""
         refs = _hold(self._pages, self._tree.pages_from(ids, "", 0))
         end = min(len(ids), len(refs) + self._pages.num_free + self._pages.num_evictable)
@@ -189,7 +189,7 @@ class StatefulPool:
         below.read((i, False) for i in reversed(ids[len(refs) : end]) if below.has((i, False)))
         return self._tree.insert(ids[:end], refs + self._pages.take(end - len(refs)))
 
-    def _read_states(self, ids: Sequence[int], below: Below) -> list[PageRef]:
+    def _read_states(self, ids: Sequence[int], below: SimulatedStore) -> list[PageRef]:
         """Hold the states after a text; read them if they are missing."""
         first = max(len(ids) - 1, 0)
         refs = self._states_tree.pages_from(ids, "", first)

@@ -12,7 +12,7 @@ from kvloom.store import survey
 from kvloom.store.backends import Backend, Stored, connect, expect_own, store_url
 from kvloom.store.format import Run
 from kvloom.store.limits import evict, evictions, too_many
-from kvloom.store.names import Kind, kind_of
+from kvloom.store.names import ObjectKind, kind_of
 from kvloom.store.sums import read_sums
 from kvloom.store.survey import Found, look, runs_of
 
@@ -65,7 +65,7 @@ def verify(args: argparse.Namespace) -> None:
     """Read everything; exit with 1 if something is damaged."""
     backend, objects = _opened(args)
     sums = read_sums(args.key_file)
-    here = [x for x in runs_of(objects) if kind_of(x.name) is Kind.RUN]
+    here = [x for x in runs_of(objects) if kind_of(x.name) is ObjectKind.RUN]
     found = [look(backend, x, sums, is_thorough=True) for x in _tracked(here, args.json)]
     damaged = [x for x in found if x.problem]
     if args.json:

@@ -19,7 +19,7 @@ from kvloom.store.prefixes import Prefixes
 from kvloom.store.probe import Probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
-from kvloom.store.tier import Piece
+from kvloom.store.tier import ReadPages
 from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_digest, unpack
 
 _TIMEOUT: Final = 30.0
@@ -139,7 +139,7 @@ class StoreBelow:
                 pool.release(ref)
             raise
 
-    def load(self, tokens: Sequence[int], start: int, salt: str) -> list[Piece]:
+    def load(self, tokens: Sequence[int], start: int, salt: str) -> list[ReadPages]:
         """Pages after the first ``start`` tokens of a text, without the pool; callable from any thread."""
         return self.store.load(
             self.fingerprint, salt, tokens, start, seconds_per_token=self._seconds_per_token
@@ -199,7 +199,7 @@ class StoreBelow:
         data = pack(self._pages, [ref.id], self.fingerprint, count)
         self.store.save(self.fingerprint, salt, tokens, end - count, 1, data)
 
-    def write_part(self, pieces: Sequence[Piece], ref: PageRef, start: int, end: int) -> None:
+    def write_part(self, pieces: Sequence[ReadPages], ref: PageRef, start: int, end: int) -> None:
         """Write tokens that were read to a page, which they fill partly.
 
         Args:
@@ -271,7 +271,7 @@ class StoreBelow:
         kept = layers_of(storages), rotation_of(storages), smoothing_digest(storages)
         return kept == (wanted.layers, wanted.rotation, wanted.smoothing)
 
-    def _write(self, piece: Piece, ids: Sequence[int], start: int, end: int) -> None:
+    def _write(self, piece: ReadPages, ids: Sequence[int], start: int, end: int) -> None:
         segment, run = piece.segment, piece.run
         at = run.first + segment.pages.start * run.page_size  # position of the first token that was read
         first = max(segment.start, start)

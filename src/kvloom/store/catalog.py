@@ -14,8 +14,8 @@ from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.folders import Folder
 from kvloom.store.format import DamagedRun, OtherFormat, Run
 from kvloom.store.heads import FIRST_READ, head_from, head_of
-from kvloom.store.index import Entry, Segment
-from kvloom.store.names import Kind, folder_of, kind_of
+from kvloom.store.index import IndexEntry, Segment
+from kvloom.store.names import ObjectKind, folder_of, kind_of
 from kvloom.store.prefixes import Prefixes
 from kvloom.store.readers import Readers
 from kvloom.store.speed import Speed
@@ -32,7 +32,7 @@ _AT_ONCE: Final = 64
 """Number of heads that are read before the first is parsed."""
 
 
-class Store(Protocol):
+class CatalogedStore(Protocol):
     """The part of a store that its catalog needs."""
 
     sums: Sums
@@ -62,7 +62,7 @@ class Catalog:
         store: The store.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: CatalogedStore) -> None:
         self._store = store
         self.refresh_seconds = _REFRESH_SECONDS
         self._changed = threading.Condition(threading.RLock())
@@ -140,7 +140,7 @@ class Catalog:
         """Add a run that was written."""
         with self._changed:
             folder = self._folder(run.fingerprint)
-            folder.index.add(Entry.of(run, head_size))
+            folder.index.add(IndexEntry.of(run, head_size))
             folder.written.add(run.name)
 
     def look_again(self, run: Run) -> None:
@@ -166,7 +166,7 @@ class Catalog:
                 folder.index.remove(name)
                 (folder.ignored.add if is_ignored else folder.ignored.discard)(name)
 
-    def corrected(self, entry: Entry) -> Entry | None:
+    def corrected(self, entry: IndexEntry) -> IndexEntry | None:
         """Entry of this name from its present head; ``None`` if the object is missing.
 
         Raises:
@@ -178,7 +178,7 @@ class Catalog:
             self.remove(entry.name)
             return None
         run, start = head_of(backend, listed[0], sums)
-        found = Entry.of(run, start)
+        found = IndexEntry.of(run, start)
         with self._changed:
             index = self._folder(run.fingerprint).index
             index.remove(entry.name)
@@ -303,8 +303,8 @@ class Catalog:
             self._rest()
         if len(listed) < _AT_ONCE:  # one request instead of many
             self._store.speed.note(time.perf_counter() - asked, 0)
-        here = {x.name: x for x in listed if kind_of(x.name) is Kind.RUN}
-        objects = [x for x in listed if kind_of(x.name) is Kind.INDEX and x.name not in folder.ignored]
+        here = {x.name: x for x in listed if kind_of(x.name) is ObjectKind.RUN}
+        objects = [x for x in listed if kind_of(x.name) is ObjectKind.INDEX and x.name not in folder.ignored]
         with self._changed:
             for gone in folder.index.entries.keys() - here.keys() - folder.written:
                 folder.index.remove(gone)
@@ -353,7 +353,7 @@ class Catalog:
 
     def _entries(
         self, folder: Folder, some: Sequence[Stored], doubtful: dict[Stored, str]
-    ) -> Iterator[Entry]:
+    ) -> Iterator[IndexEntry]:
         """Entries from the heads of runs that can be read; problems of the others are noted."""
         backend = self._store.connected()
         calls = [(x, self._store.readers.submit(partial(self._head, backend, x))) for x in some]
@@ -365,7 +365,7 @@ class Catalog:
                     raise DamagedRun("the head is not the one of this name")
                 if run.fingerprint != folder.fingerprint:
                     raise DamagedRun(run.fingerprint.difference(folder.fingerprint))
-                yield Entry.of(run, start)
+                yield IndexEntry.of(run, start)
                 failures = 0
             except FileNotFoundError:
                 pass

@@ -10,7 +10,7 @@ from kvloom.store.format import MAX_HEAD, Run, page_bytes
 from kvloom.store.prefixes import Prefixes
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """A run that can be read.
 
     Attributes:
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     digests: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, run: Run, head_size: int) -> "Entry":
+    def of(cls, run: Run, head_size: int) -> "IndexEntry":
         """Entry of a run."""
         size = head_size + run.data_bytes
         return cls(run.name, size, head_size, run.first, run.page_size, run.digests)
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 class Segment(NamedTuple):
     """Pages of one run that continue a text, from the page with token ``start`` to token ``end``."""
 
-    entry: Entry
+    entry: IndexEntry
     start: int
     end: int
 
@@ -59,7 +59,7 @@ class Index:
     """Runs of one fingerprint, by the digest at the end of each page. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, IndexEntry] = {}
         self._ends: dict[bytes, tuple[tuple[str, int], ...]] = {}  # runs with each digest, and its page
         self._page_sizes: dict[int, int] = {}
         self._single = Counter[int]()  # ends of pages of one token, which are few and at the end of texts
@@ -68,7 +68,7 @@ class Index:
         """Whether a page ends with this digest."""
         return digest in self._ends
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: IndexEntry) -> None:
         """Add a run."""
         if entry.name in self.entries:
             return
@@ -142,7 +142,7 @@ class Index:
         return len(rest)
 
 
-def _single_ends(entry: Entry) -> range:
+def _single_ends(entry: IndexEntry) -> range:
     """Ends of the pages of a run whose pages have one token; else empty."""
     return range(entry.first + 1, entry.first + len(entry.digests) + 1 if entry.page_size == 1 else 0)
 

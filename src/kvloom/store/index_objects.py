@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.format import DamagedRun, OtherFormat
-from kvloom.store.index import Entry
+from kvloom.store.index import IndexEntry
 from kvloom.store.names import index_name, run_name
 from kvloom.store.prefixes import DIGEST_BYTES
 from kvloom.store.sums import SUM_BYTES, Sums
@@ -28,7 +28,7 @@ _RUN: Final = struct.Struct("<QIIQI")
 """Record of a run: first token, page size, pages, bytes of the run, bytes of its head."""
 
 
-class Store(Protocol):
+class IndexedStore(Protocol):
     """The part of a store that its index objects need."""
 
     sums: Sums
@@ -54,7 +54,9 @@ class IndexObjects:
         self._folder = folder
         self._runs: dict[str, frozenset[str]] = {}  # runs of each object
 
-    def read(self, store: Store, objects: Sequence[Stored], rest: Callable[[], None]) -> Iterator[Entry]:
+    def read(
+        self, store: IndexedStore, objects: Sequence[Stored], rest: Callable[[], None]
+    ) -> Iterator[IndexEntry]:
         """Read the runs of new index objects; forget removed ones."""
         for gone in self._runs.keys() - {x.name for x in objects}:
             del self._runs[gone]
@@ -77,7 +79,7 @@ class IndexObjects:
             self._runs[x.name] = frozenset(entry.name for entry in entries)
             yield from entries
 
-    def tidy(self, store: Store, entries: Mapping[str, Entry], rest: Callable[[], None]) -> None:
+    def tidy(self, store: IndexedStore, entries: Mapping[str, IndexEntry], rest: Callable[[], None]) -> None:
         """Write index objects for runs without one, and merge small ones.
 
         Args:
@@ -109,7 +111,7 @@ class IndexObjects:
             del self._runs[name]
 
 
-def write_index(entries: Sequence[Entry], sums: Sums, rest: Callable[[], None]) -> bytes:
+def write_index(entries: Sequence[IndexEntry], sums: Sums, rest: Callable[[], None]) -> bytes:
     """Bytes of an index of at most ``MAX_RUNS`` runs of one folder."""
     parts = [_FORMAT, _COUNT.pack(len(entries))]
     for x in entries:
@@ -121,7 +123,7 @@ def write_index(entries: Sequence[Entry], sums: Sums, rest: Callable[[], None]) 
     return data + sums.checksum(data)
 
 
-def read_index(data: bytes, folder: str, sums: Sums, rest: Callable[[], None]) -> list[Entry]:
+def read_index(data: bytes, folder: str, sums: Sums, rest: Callable[[], None]) -> list[IndexEntry]:
     """Parse an index of a folder.
 
     Raises:
@@ -149,7 +151,7 @@ def read_index(data: bytes, folder: str, sums: Sums, rest: Callable[[], None]) -
         if not digests or page_size < 1:
             raise DamagedRun("a run has no pages")
         name = run_name(folder, digests[-1], first, page_size)
-        entries.append(Entry(name, size, head_size, first, page_size, digests))
+        entries.append(IndexEntry(name, size, head_size, first, page_size, digests))
         at = end
         rest()
     return entries

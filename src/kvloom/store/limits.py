@@ -7,11 +7,11 @@ from typing import Final, NamedTuple
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.format import DamagedRun
 from kvloom.store.heads import head_of
-from kvloom.store.names import Kind, kind_of, mark_name, position_of, quarantine_name
+from kvloom.store.names import ObjectKind, kind_of, mark_name, position_of, quarantine_name
 from kvloom.store.prefixes import DIGEST_BYTES
 from kvloom.store.sums import PLAIN, Sums
 
-_LAST: Final = {Kind.PROBE: 2, Kind.INDEX: 1, Kind.QUARANTINED: -1}
+_LAST: Final = {ObjectKind.PROBE: 2, ObjectKind.INDEX: 1, ObjectKind.QUARANTINED: -1}
 """Order of eviction of kinds, where runs and marks have 0."""
 
 
@@ -45,7 +45,7 @@ def too_many(
         return []
     victims = []
     for x in sorted(kinds, key=lambda x: _worth(x, kinds[x])):
-        is_old = max_age is not None and now - x.used > max_age and kinds[x] is not Kind.PROBE
+        is_old = max_age is not None and now - x.used > max_age and kinds[x] is not ObjectKind.PROBE
         if is_old or (max_bytes is not None and total > max_bytes):
             total -= x.size
             victims.append(x)
@@ -59,7 +59,7 @@ def evict(backend: Backend, x: Stored, now: float, sums: Sums = PLAIN) -> tuple[
         Whether it was removed, and the mark of a run, which is itself an object that can be evicted.
     """
     run = None
-    if kind_of(x.name) is Kind.RUN:
+    if kind_of(x.name) is ObjectKind.RUN:
         try:
             run, _ = head_of(backend, x, sums)
         except FileNotFoundError:
@@ -97,7 +97,7 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
     """
     found = []
     for x in objects:
-        if kind_of(x.name) is Kind.MARK and x.name.startswith(mark_name(f"{folder}/")):
+        if kind_of(x.name) is ObjectKind.MARK and x.name.startswith(mark_name(f"{folder}/")):
             with suppress(FileNotFoundError, PermissionError):
                 data = bytes(backend.get_ranges(x.name, [(0, x.size)]))
                 digests = (data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES))
@@ -105,10 +105,10 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
     return found
 
 
-def _worth(x: Stored, kind: Kind) -> tuple[int, float, int]:
+def _worth(x: Stored, kind: ObjectKind) -> tuple[int, float, int]:
     """Sort key of eviction: quarantined objects, then the least recently used, later pages of a text first.
 
     Indexes, which only save time, are evicted after all runs and marks; probes, which identify models, last.
     """
-    first = position_of(x.name) if kind in (Kind.RUN, Kind.MARK) else 0
+    first = position_of(x.name) if kind in (ObjectKind.RUN, ObjectKind.MARK) else 0
     return _LAST.get(kind, 0), x.used, -first

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Final
 
 
-class Kind(Enum):
+class ObjectKind(Enum):
     """Kinds of objects, identified by their names."""
 
     RUN = "run"
@@ -23,15 +23,15 @@ class Kind(Enum):
 _FOLDER: Final = r"[0-9a-f]{16}"
 _RUN: Final = r"[0-9a-f]{40}-\d{1,15}-\d{1,9}"
 _NAMES: Final = {
-    Kind.RUN: re.compile(rf"{_FOLDER}/{_RUN}\.safetensors"),
-    Kind.PROBE: re.compile(rf"{_FOLDER}/probe"),
-    Kind.INDEX: re.compile(rf"{_FOLDER}/index-[0-9a-f]{{32}}"),
-    Kind.MARK: re.compile(rf"evicted/{_FOLDER}-{_RUN}"),
-    Kind.QUARANTINED: re.compile(rf"quarantine/{_FOLDER}-({_RUN}\.safetensors|index-[0-9a-f]{{32}})"),
+    ObjectKind.RUN: re.compile(rf"{_FOLDER}/{_RUN}\.safetensors"),
+    ObjectKind.PROBE: re.compile(rf"{_FOLDER}/probe"),
+    ObjectKind.INDEX: re.compile(rf"{_FOLDER}/index-[0-9a-f]{{32}}"),
+    ObjectKind.MARK: re.compile(rf"evicted/{_FOLDER}-{_RUN}"),
+    ObjectKind.QUARANTINED: re.compile(rf"quarantine/{_FOLDER}-({_RUN}\.safetensors|index-[0-9a-f]{{32}})"),
 }
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> ObjectKind | None:
     """Kind of an object; ``None`` if the name is not by kvloom."""
     return next((kind for kind, names in _NAMES.items() if names.fullmatch(name)), None)
 

@@ -19,7 +19,7 @@ from kvloom.store.patience import Patience
 from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest
 from kvloom.store.probe import Probe
 from kvloom.store.sums import PLAIN, Sums
-from kvloom.store.tier import Piece, Tier
+from kvloom.store.tier import ReadPages, Tier
 from kvloom.store.writer import EXIT_SECONDS, Write, Writer
 
 _MODES: Final = (0o600, 0o640, 0o660, 0o644)
@@ -175,7 +175,7 @@ class KVStore:
         *,
         heads: range | None = None,
         seconds_per_token: float | None = None,
-    ) -> list[Piece]:
+    ) -> list[ReadPages]:
         """Read pages that continue a text, and check every byte.
 
         Args:
@@ -196,7 +196,7 @@ class KVStore:
         if self._reads_always:
             seconds_per_token = None
         patience = Patience(seconds_per_token, len(tokens) - start, self._max_wait)
-        pieces: list[Piece] = []
+        pieces: list[ReadPages] = []
         at, is_waiting = start, True
         while is_waiting and at < len(tokens):
             is_waiting = False
@@ -222,9 +222,9 @@ class KVStore:
         tier: Tier,
         segments: Sequence[Segment],
         nbytes: Sequence[int],
-        read: Callable[[Segment], Piece | None],
+        read: Callable[[Segment], ReadPages | None],
         patience: Patience,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ReadPages]:
         """Read the pages of segments, up to the first that is not read in time."""
         num_tokens = segments[-1].end - segments[0].start
         seconds = tier.speed.seconds(sum(nbytes), -(-len(segments) // tier.readers.most))
@@ -359,7 +359,7 @@ class KVStore:
         for tier in self.tiers:
             tier.after_fork()
 
-    def _promote(self, piece: Piece, tiers: Sequence[Tier]) -> None:
+    def _promote(self, piece: ReadPages, tiers: Sequence[Tier]) -> None:
         """Copy pages from a later store to the earlier ones."""
         part = piece.run.part(piece.segment.pages)
         self._put(replace(part, sums=self._sums), piece.data[piece.start :], tiers)

@@ -8,9 +8,9 @@ from kvloom.store.backends import Backend, Stored
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import DamagedRun, OtherFormat, Run, ranges_of
 from kvloom.store.heads import head_of
-from kvloom.store.index import Entry, Index
+from kvloom.store.index import Index, IndexEntry
 from kvloom.store.limits import Eviction
-from kvloom.store.names import Kind, kind_of
+from kvloom.store.names import ObjectKind, kind_of
 from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
 from kvloom.store.sums import PLAIN, Sums
 
@@ -66,7 +66,7 @@ def look(backend: Backend, x: Stored, sums: Sums = PLAIN, is_thorough: bool = Fa
 
 def runs_of(objects: Iterable[Stored]) -> list[Stored]:
     """Runs among objects, the quarantine included."""
-    return [x for x in objects if kind_of(x.name) in (Kind.RUN, Kind.QUARANTINED)]
+    return [x for x in objects if kind_of(x.name) in (ObjectKind.RUN, ObjectKind.QUARANTINED)]
 
 
 def _expect_whole(backend: Backend, x: Stored, run: Run, start: int) -> None:
@@ -104,7 +104,7 @@ def why(
     index = Index()
     for x in known:
         if x.run is not None and not x.problem:
-            index.add(Entry.of(x.run, 0))
+            index.add(IndexEntry.of(x.run, 0))
     segments = index.find(mine, 0, len(tokens))
     at = segments[-1].end if segments else 0
     times = {digest: x.time for x in sorted(evicted) for digest in x.digests}
@@ -129,7 +129,7 @@ def _reason(
     for found in known:
         if found.problem and digest.hex()[:40] in found.stored.name:
             return f"damaged: {found.problem}"
-        if kind_of(found.stored.name) is Kind.QUARANTINED and found.run and digest in found.run.digests:
+        if kind_of(found.stored.name) is ObjectKind.QUARANTINED and found.run and digest in found.run.digests:
             return "damaged, in the quarantine"
     runs = [x.run for x in known if x.run is not None]
     if any(digest in run.digests for run in runs):

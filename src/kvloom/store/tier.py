@@ -13,9 +13,9 @@ from kvloom.store.catalog import Catalog
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of
 from kvloom.store.heads import Heads
-from kvloom.store.index import Entry, Segment
+from kvloom.store.index import IndexEntry, Segment
 from kvloom.store.limits import quarantine
-from kvloom.store.names import Kind, folder_of, kind_of, probe_name
+from kvloom.store.names import ObjectKind, folder_of, kind_of, probe_name
 from kvloom.store.prefixes import Prefixes
 from kvloom.store.probe import Probe
 from kvloom.store.readers import Readers
@@ -31,7 +31,7 @@ _ATTEMPTS: Final = 3
 _Result = TypeVar("_Result")
 
 
-class Piece(NamedTuple):
+class ReadPages(NamedTuple):
     """Pages that were read and checked.
 
     Attributes:
@@ -117,7 +117,7 @@ class Tier:
         prefixes: Prefixes,
         segment: Segment,
         heads: range | None = None,
-    ) -> Piece | None:
+    ) -> ReadPages | None:
         """Read pages of a run and check every byte against this text; ``None`` if that fails."""
         name, why = segment.entry.name, ""
         for _ in range(_ATTEMPTS):
@@ -145,7 +145,7 @@ class Tier:
         prefixes: Prefixes,
         segment: Segment,
         heads: range | None,
-    ) -> Piece | None:
+    ) -> ReadPages | None:
         entry, start = segment.entry, segment.entry.head_size
         heads = range(fingerprint.num_heads) if heads is None else heads
         size = page_bytes(fingerprint, entry.page_size)
@@ -160,7 +160,7 @@ class Tier:
         run.expect_prefix(prefixes, segment.end)
         run.expect_whole(data[start:], segment.pages, heads)
         self.speed.note(time.perf_counter() - began, len(data))
-        return Piece(run, segment, data, start)
+        return ReadPages(run, segment, data, start)
 
     def touch(self, name: str) -> None:
         """Record the use of an object, at most once a second."""
@@ -300,9 +300,9 @@ class Tier:
 
     def _evicted(self, name: str) -> None:
         self._forget(name)
-        self.counts["runs_evicted"] += kind_of(name) is not Kind.MARK
+        self.counts["runs_evicted"] += kind_of(name) is not ObjectKind.MARK
 
-    def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> memoryview | None:
+    def _get(self, entry: IndexEntry, ranges: list[tuple[int, int]]) -> memoryview | None:
         try:
             return self.connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
         except FileNotFoundError:  # removed by another process

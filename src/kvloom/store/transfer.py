@@ -17,7 +17,7 @@ from kvloom.core.views import KVView, Side
 from kvloom.ops import KeySmoothing
 from kvloom.store.fingerprint import Fingerprint, rotation_in
 from kvloom.store.format import page_bytes, part_bytes
-from kvloom.store.tier import Piece
+from kvloom.store.tier import ReadPages
 
 
 def layers_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:
@@ -70,7 +70,7 @@ def pack(
     return packed
 
 
-def unpack(piece: Piece, tokens: range, pages: Pages, ids: Sequence[int], start: int) -> None:
+def unpack(piece: ReadPages, tokens: range, pages: Pages, ids: Sequence[int], start: int) -> None:
     """Write tokens of pages that were read to pages of a pool.
 
     Args:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
+from campaign import times
 from integrations.models.test_families import FAMILIES, continued, family
 from integrations.test_generate_modes import MODES, ONE_ROW, continue_with
 from oracles.language_models import make_model, make_prompts
@@ -101,9 +101,10 @@ def test_a_prefix_of_a_pool_has_its_residual_window() -> None:
     pool.check()
 
 
-SCHEDULES = int(os.environ.get("KVLOOM_SCHEDULES", "1"))
+SCHEDULES = times(1)
 
 
+@pytest.mark.campaign
 @torch.no_grad()
 @pytest.mark.skipif(cpu.ISA is None, reason="attention of torch has other bits in other pieces")
 @pytest.mark.parametrize("name", [x for x in ("Llama", "Gemma3", "DeepSeek-V3") if x in FAMILIES])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from campaign import is_whole
 from integrations.models.test_families import SMALL
 from transformers import AutoModelForCausalLM
 
@@ -35,8 +35,8 @@ FAMILIES = {
     "StableLM": ("StableLmConfig", {}),
     "Bloom": ("BloomConfig", {}),
 }
-# `make slow` asks all families what they are isolated from: what is changed there is the same in each.
-ISOLATED = list(FAMILIES) if os.environ.get("KVLOOM_PRODUCTS", "0") != "0" else [*FAMILIES][4::4]
+# ``--campaign`` asks all families what they are isolated from: what is changed there is the same in each.
+ISOLATED = list(FAMILIES) if is_whole() else [*FAMILIES][4::4]
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))

@@ -23,8 +23,9 @@ from oracles.changes import (
 )
 from oracles.language_models import make_model
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvloom.errors import ArgumentError, StateError
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.store import KVStore
 
@@ -284,3 +285,17 @@ def test_a_residual_window_is_part_of_what_a_store_is_asked_for(tmp_path: Path) 
     for kv, found in (("int4:g16", 0), ("int4:g16,recent=0", 0), ("int4:g16", 20)):
         with opened(tmp_path) as store, pool_of(model, kv, store) as pool:
             assert ask(pool, model, TEXT)[1] == found
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-generation", "xlm"])
+def test_a_model_that_sees_later_tokens_is_refused(name: str) -> None:
+    """Its configuration does not say so, and each page would hold what another text ended with."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    tokens = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(name, **sizes, **tokens)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedError, match=r"^model must attend to earlier tokens alone, .* differ by"):
+        pool_of(model)
+    if name != "xlm":
+        config.is_decoder = True
+        pool_of(AutoModelForCausalLM.from_config(config).eval())

@@ -369,6 +369,7 @@ def _second(name: str, kv: str, url: str, path: Path) -> None:
         torch.save(asked(model, pool_of(model, kv, store=store), ids), path)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "kv"), [(x, "int8") for x in FAMILIES if x == "falcon_h1"])
 def test_another_process_finds_a_prefix_in_a_store(name: str, kv: str, tmp_path: Path) -> None:
     model, ids, url = kept_model(name), text(3 * GRID + 5), f"file://{tmp_path}"

@@ -1,17 +1,14 @@
-"""Pools and stores of models with windows: a prefix needs the pages of the last window only, to the bit.
-
-``KVLOOM_SCHEDULES`` is how many random pools each case has; ``make slow`` has more.
-"""
+"""Pools and stores of models with windows: a prefix needs the pages of the last window only, to the bit."""
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from campaign import times
 from integrations.models.test_families import family
 from oracles.pairs import pairwise
 from torch import Tensor
@@ -49,7 +46,7 @@ SIZES: dict[str, Any] = {
 FAMILIES = ["Mistral", "Gemma2", "Gemma3", "gpt-oss", "Llama4"]
 
 
-SCHEDULES = int(os.environ.get("KVLOOM_SCHEDULES", "1"))
+SCHEDULES = times(1)
 
 
 def model_of(name: str, window: int = 40) -> Any:
@@ -88,6 +85,7 @@ def asked(model: Any, pool: KVPool, ids: Tensor) -> tuple[int, Tensor]:
     return found, logits
 
 
+@pytest.mark.campaign
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from oracles.pairs import in_turn
 
 from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
 from kvloom.integrations.transformers.session.store_reads import Read
-from kvloom.store.tier import Piece
+from kvloom.store.tier import ReadPages
 
 
 @pytest.mark.parametrize(("name", "page_size"), in_turn(list(KINDS), [16, 32]))
@@ -98,7 +98,7 @@ def test_a_page_in_part_has_all_of_its_tokens(tmp_path: Path) -> None:
         taken = []
         for starts in ((0, 32), (48, 48), (0, 64)):
             for below, start in zip(reads._below, starts, strict=True):
-                pieces = Future[list[Piece]]()
+                pieces = Future[list[ReadPages]]()
                 pieces.set_result(below.store.load(below.fingerprint, "", text, start))
                 below.now = Read(("", start, text), pieces)
                 assert pieces.result()

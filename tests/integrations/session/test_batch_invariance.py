@@ -1,17 +1,14 @@
-"""A request of a session has the log probabilities that it has alone, bit for bit, in any company.
-
-``KVLOOM_REQUESTS`` is how many requests each case has; ``make slow`` has more.
-"""
+"""A request of a session has the log probabilities that it has alone, bit for bit, in any company."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from campaign import times
 from integrations.models.test_families import SMALL
 from oracles.batching import random_requests, session
 from oracles.pairs import in_turn, pairwise
@@ -20,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3M
 
 from kvloom.integrations.transformers import continuous_batching
 
-REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
+REQUESTS = times(6)
 NEW = 8
 WIDE = SMALL | {"num_hidden_layers": 2, "hidden_size": 72, "intermediate_size": 200, "head_dim": 32}
 MODELS: dict[str, Any] = {
@@ -52,6 +49,7 @@ def answers(model: Any, requests: Sequence[list[int]], seed: int = 0, **options:
     return [(x.generated_tokens, list(x.logprobs)) for x in outputs]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "kv", "dtype", "pack", "threads"),
     pairwise(list(MODELS), KINDS, [torch.float32, torch.bfloat16], [False, True], [1, 2]),
@@ -77,6 +75,7 @@ def test_without_it_company_changes_the_bits() -> None:
     assert answers(model, requests, max_batch_tokens=64) != alone
 
 
+@pytest.mark.campaign
 def test_a_residual_window_has_the_bits_that_it_has_alone() -> None:
     model, requests = model_of("Llama", torch.float32), random_requests(REQUESTS, seed=3)
     continuous_batching(model, "int4:g32,recent=24", share=False)

@@ -142,6 +142,7 @@ def model_and_tokens() -> tuple[Any, list[list[int]]]:
     return model, [alone(model, x, NEW, KVCache.for_model(model, KV)) for x in REQUESTS]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(SESSIONS // 2))
 def test_a_random_session(seed: int) -> None:
     draw, (model, expected) = random.Random(seed), model_and_tokens()

@@ -1,18 +1,17 @@
 """Random sessions: arrivals, salts, forks, cancels, few pages, allocations that fail.
 
 Whoever is neither cancelled nor failed has the tokens that it has alone, and no request leaves a page taken.
-``KVLOOM_SESSIONS`` is how many there are; ``make slow`` has more.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from campaign import times
 from oracles.batching import Session, alone, random_requests, session
 from oracles.language_models import make_model
 
@@ -20,7 +19,7 @@ from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers import continuous_batching
 from kvloom.paging import PagePool, PageRef
 
-SESSIONS = int(os.environ.get("KVLOOM_SESSIONS", "12"))
+SESSIONS = times(12)
 NEW = 8
 REQUESTS = random_requests(24, seed=11)
 
@@ -76,6 +75,7 @@ class Program:
         running.run()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(SESSIONS))
 def test_a_random_session(model: Any, expected: list[list[int]], seed: int) -> None:
     draw = random.Random(seed)

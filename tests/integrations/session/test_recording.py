@@ -51,6 +51,7 @@ def asked_by(events: Events) -> dict[str, Asked]:
     return {names_of(events)[number]: asked for number, asked in requests_of(events.lines()).items()}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(SESSIONS // 2))
 def test_each_page_of_a_random_session_is_held_by_whom_the_events_say(seed: int) -> None:
     draw = random.Random(seed)

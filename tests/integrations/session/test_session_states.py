@@ -1,16 +1,13 @@
-"""Sessions of models with recurrent states: each request has the tokens of ``generate`` for it alone.
-
-``KVLOOM_REQUESTS`` is how many requests each case has; ``make slow`` has more.
-"""
+"""Sessions of models with recurrent states: each request has the tokens of ``generate`` for it alone."""
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
+from campaign import times
 from integrations.session.test_tokens import NEW
 from oracles.batching import (
     GREEDY,
@@ -29,7 +26,7 @@ from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, continuous_batching
 from kvloom.integrations.transformers.session.recurrent import MixerCalls
 
-REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
+REQUESTS = times(6)
 FAMILIES = [x for x in mixers() if x != "inkling2"]  # which attends to masks of its own
 CASES: dict[str, dict[str, int]] = {
     "long-steps": {},
@@ -48,6 +45,7 @@ def model() -> Any:
     return continuous_batching(stateful_model("qwen3_next"))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("name", "case"), in_turn(FAMILIES, list(CASES)))
 def test_requests_of_every_family_have_the_tokens_of_generate(name: str, case: str) -> None:
     model, requests = small_model(name), random_requests(REQUESTS, seed=3)
@@ -60,6 +58,7 @@ def test_requests_of_every_family_have_the_tokens_of_generate(name: str, case: s
             assert [running.outputs[x].generated_tokens for x in names] == expected
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(3))
 def test_order_and_arrival_do_not_count(model: Any, seed: int) -> None:
     requests, draw = random_requests(REQUESTS, seed=seed), random.Random(seed)
@@ -72,6 +71,7 @@ def test_order_and_arrival_do_not_count(model: Any, seed: int) -> None:
     }
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "kv"), in_turn(["falcon_h1", "lara_mini", "qwen3_next"], ["int8:g8", "int4:g8,recent=16"])
 )

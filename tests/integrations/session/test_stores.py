@@ -120,6 +120,7 @@ with session_with_store(Path(sys.argv[1]), family("Gemma3")) as running:
 """
 
 
+@pytest.mark.process
 def test_another_process_finds_it(tmp_path: Path) -> None:
     requests = prompts()
     with session_with_store(tmp_path, family("Gemma3")) as running:

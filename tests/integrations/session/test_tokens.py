@@ -1,17 +1,14 @@
-"""Requests in a session get the tokens that ``generate`` gives each of them alone.
-
-``KVLOOM_REQUESTS`` is how many requests each case has; ``make slow`` has more.
-"""
+"""Requests in a session get the tokens that ``generate`` gives each of them alone."""
 
 from __future__ import annotations
 
 import functools
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
+from campaign import times
 from integrations.models.test_families import STOCK, family
 from oracles.batching import add_between_steps, alone, batched, batching_config, random_requests, session
 from oracles.language_models import make_model
@@ -20,7 +17,7 @@ from transformers import GenerationConfig
 
 from kvloom.integrations.transformers import KVCache, continuous_batching
 
-REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
+REQUESTS = times(6)
 NEW = 8
 MODELS = ["Mistral", "Llama", "Gemma2", "Gemma3", "gpt-oss", "Gemma3n", "Gemma4"]
 CASES: dict[str, dict[str, int]] = {
@@ -37,12 +34,14 @@ def model_and_tokens(name: str) -> tuple[Any, list[list[int]], list[list[int]]]:
     return model, requests, [alone(model, x, NEW) for x in requests]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("name", "case"), in_turn(MODELS, list(CASES)))
 def test_tokens_of_each_family(name: str, case: str) -> None:
     model, requests, expected = model_and_tokens(name)
     assert batched(model, requests, NEW, **CASES[case]) == expected
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("kv", "layout"),
     in_turn(
@@ -99,6 +98,7 @@ def test_what_reads_the_text_is_applied_to_each_request(penalties: dict[str, Any
     assert vars(generation).items() >= penalties.items()
 
 
+@pytest.mark.campaign
 def test_keys_and_values_apart() -> None:
     model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=6)
     expected = [
@@ -112,6 +112,7 @@ def test_keys_and_values_apart() -> None:
     assert [running.outputs[name].generated_tokens for name in names] == expected
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(3))
 def test_order_and_arrival_do_not_count(seed: int) -> None:
     model, requests = continuous_batching(make_model()), random_requests(REQUESTS, seed=7)
@@ -143,6 +144,7 @@ def test_a_model_whose_first_layers_have_a_window_shares_prefixes_too() -> None:
     assert running.manager.report().tokens_found == (len(request) - 1) // 16 * 16 > 0
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_differs_only_between_tokens_that_are_as_likely(dtype: torch.dtype) -> None:
     """A matrix product of many rows rounds apart from that of one: stock batching differs there too."""

@@ -62,6 +62,7 @@ def wanted(name: str, kv: str, which: int) -> list[int]:
     return alone(model, REQUESTS[which], NEW, KVCache.for_model(model, kv))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(-(-SESSIONS // 12)))
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])

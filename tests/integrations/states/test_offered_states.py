@@ -2,12 +2,11 @@
 
 A pool asks for a text, of which the store has keys and values, and states behind three multiples of the grid.
 One or two of these objects are other bytes, or are not there. What is found must not need them, and has the
-bits of what was computed. ``KVLOOM_OFFERED_STATES`` is how many are offered to each kind.
+bits of what was computed.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from campaign import times
 from integrations.pool.test_pool_states import FAMILIES, GRID, asked, logits_of, pool_of, text
 from oracles.stateful_models import stateful_model
 from torch import Tensor
@@ -27,14 +27,14 @@ from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 from kvloom.integrations.transformers.states.specs import states_of
 from kvloom.store import KVStore, read_head
-from kvloom.store.backends.memory import Memory
+from kvloom.store.backends.memory import MemoryBackend
 from kvloom.store.below import StoreBelow
 from kvloom.store.prefixes import salt_digest
 
 pytestmark = pytest.mark.skipif(
     StatefulLayer is type(None), reason="this transformers has no recurrent states in its caches"
 )
-NUM_OFFERED = int(os.environ.get("KVLOOM_OFFERED_STATES", "60"))
+NUM_OFFERED = times(60)
 ENDS = [GRID, 2 * GRID, 3 * GRID]
 TEXT = text(3 * GRID + 9)
 PIECES = [TEXT[:, : end + 1] for end in ENDS]
@@ -79,7 +79,7 @@ def stored(model: Any, kv: str, texts: Mapping[str, Sequence[Tensor]], **options
             for ids in committed:
                 asked(model, pool, ids, salt=salt)
         assert pool.flush()
-    return {name: data for name, (data, _) in Memory._shared.pop(url)._objects.items()}
+    return {name: data for name, (data, _) in MemoryBackend._shared.pop(url)._objects.items()}
 
 
 def foreign(model: Any, kv: str) -> list[bytes]:
@@ -171,6 +171,7 @@ def all_of(pool: KVPool, cache: Any) -> list[Tensor]:
     return [x for x in pairs if isinstance(x, Tensor)] + [x for own in states.values() for x in own]
 
 
+@pytest.mark.campaign
 @torch.no_grad()
 @pytest.mark.parametrize("kv", ["auto", "int4:g8"])
 def test_no_object_that_is_not_what_was_written_is_accepted(kv: str) -> None:
@@ -187,7 +188,7 @@ def test_no_object_that_is_not_what_was_written_is_accepted(kv: str) -> None:
     for step, (objects, wrong) in enumerate(offers(good, others, random.Random(kv))):
         url = f"memory://offered-states-{kv}-{step}"
         for name, file in objects.items():
-            Memory.of_url(url).put_if_absent(name, [file])
+            MemoryBackend.of_url(url).put_if_absent(name, [file])
         with KVStore(url, read="always") as store:
             for group, identity in zip(groups, identities, strict=True):
                 group.tree.evict(group.pages.pool.num_evictable)
@@ -203,7 +204,7 @@ def test_no_object_that_is_not_what_was_written_is_accepted(kv: str) -> None:
                     assert all(map(torch.equal, have, wanted[found])), own
                 num_found[found] += 1
                 del cache
-        Memory._shared.pop(url)
+        MemoryBackend._shared.pop(url)
         num_wrong += len(wrong)
         if num_wrong >= NUM_OFFERED:
             break

@@ -12,7 +12,7 @@ from oracles.stateful_models import stateful_model
 from torch import Tensor
 
 from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
-from kvloom.simulation.below import Below
+from kvloom.simulation.below import SimulatedStore
 from kvloom.simulation.states import StatefulPool
 from kvloom.store import KVStore
 
@@ -61,7 +61,7 @@ def test_a_replay_finds_and_keeps_what_a_pool_does(
         url = f"memory://replayed-{num_pages}-{num_states}-{interval}"
         room["store"] = KVStore(url, read="always")
     pool = pool_of(model, page_size=PAGE, state_interval=interval, policy=policy, **room)
-    below = Below(10**9, PAGE, 1) if has_store else None
+    below = SimulatedStore(10**9, PAGE, 1) if has_store else None
     replayed = StatefulPool(num_pages, num_states, PAGE, interval, policy, below)
     numbers: dict[tuple[int, ...], int] = {}
     for ids in texts(num_pages + num_states, 25, 5 * GRID):
@@ -80,7 +80,7 @@ def test_states_that_a_text_has_are_not_evicted_for_those_of_a_longer_prefix_bel
     model: Any = stateful_model("lfm2" if "lfm2" in FAMILIES else FAMILIES[0])
     nbytes = pool_of(model).report()["states"]["nbytes"]
     pool = pool_of(model, store=KVStore("memory://one-prefix", read="always"), max_state_bytes=nbytes)
-    replayed = StatefulPool(2000 // PAGE, 1, PAGE, GRID, "lru", Below(10**9, PAGE, 1))
+    replayed = StatefulPool(2000 // PAGE, 1, PAGE, GRID, "lru", SimulatedStore(10**9, PAGE, 1))
     numbers: dict[tuple[int, ...], int] = {}
     ids, found = text(3 * GRID + 1), list[int]()
     for asked_for in (ids, ids[:, : GRID + 1], ids):

@@ -1,13 +1,9 @@
-"""Random schedules of pools of models with recurrent states: a prefix that is found goes on as it does cold.
-
-``KVLOOM_SCHEDULES`` is how many random pools each case has; ``make slow`` has more.
-"""
+"""Random schedules of pools of models with recurrent states: a found prefix goes on as it does cold."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 import pickle
 import random
 from pathlib import Path
@@ -15,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaign import is_whole, times
 from integrations.pool.test_pool_states import (
     FAMILIES,
     GRID,
@@ -33,11 +30,11 @@ from kvloom import KVPool
 from kvloom.store import KVStore
 
 __all__ = ["pytestmark"]
-SCHEDULES = int(os.environ.get("KVLOOM_SCHEDULES", "1"))
+SCHEDULES = times(1)
 ROOMS = ["all", "pages", "states"]
 SCHEDULED = (
     pairwise(FAMILIES, KINDS, ROOMS)
-    if SCHEDULES > 1
+    if is_whole()
     else [*zip(mixers(), itertools.cycle(KINDS), itertools.cycle(ROOMS[::-1] + ROOMS[:1]), strict=False)]
 )
 LONGEST = 16
@@ -61,6 +58,7 @@ def fed(model: Any, cache: Any, ids: Tensor, draw: random.Random) -> Tensor:
     return ids
 
 
+@pytest.mark.campaign
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize(("name", "kv", "room"), SCHEDULED)

@@ -2,17 +2,17 @@
 
 import torch
 
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.builder import VllmStep
 
 SIZE = 4
 NEW, STORED = [1, 3, 2], [9, 3, 8]
 TABLE = torch.tensor([[5, 0, 7, 99], [2, -1, 99, 99], [4, 1, 2**31 - 1, 0]], dtype=torch.int32)
 
 
-def make() -> tuple[Step, list[torch.Tensor]]:
+def make() -> tuple[VllmStep, list[torch.Tensor]]:
     starts = torch.tensor([0, *NEW], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     buffers = [starts, torch.tensor(STORED, dtype=torch.int32), TABLE.clone()]
-    return Step.of(*buffers, SIZE, num_tokens=sum(NEW), max_length=max(STORED)), buffers
+    return VllmStep.of(*buffers, SIZE, num_tokens=sum(NEW), max_length=max(STORED)), buffers
 
 
 def test_every_stored_token_is_found() -> None:

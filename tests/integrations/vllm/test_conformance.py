@@ -15,6 +15,7 @@ from integrations.vllm.engines import needs_vllm
 needs_vllm()
 
 
+@pytest.mark.process
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kit_and_vllm_agree_on_everything_but_gaps_between_heads() -> None:
     script = Path(__file__).with_name("triton_writes.py")

@@ -13,7 +13,7 @@ from kvloom import ops
 from kvloom.caches.transform import Transform, load_restored
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import layer
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.layer import Newest, Paged
 from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.ops import KeyOffset, KeySmoothing
@@ -44,11 +44,11 @@ def memory_of(blocks: int, size: int, quant: QuantSpec | None) -> Tensor:
     return torch.full((blocks, HEADS, size, content), 0xFF, dtype=torch.uint8)
 
 
-def step_in(blocks: list[int], size: int, new: int, stored: int = TOKENS) -> Step:
+def step_in(blocks: list[int], size: int, new: int, stored: int = TOKENS) -> VllmStep:
     """Of one request, whose last ``new`` tokens attend."""
     table, starts = torch.tensor([blocks], dtype=torch.int32), torch.tensor([0, new], dtype=torch.int32)
     lengths = torch.tensor([stored], dtype=torch.int32)
-    return Step.of(starts, lengths, table, size, num_tokens=new, max_length=stored)
+    return VllmStep.of(starts, lengths, table, size, num_tokens=new, max_length=stored)
 
 
 def slots_in(blocks: list[int], size: int) -> Tensor:

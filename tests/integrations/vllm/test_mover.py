@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +10,7 @@ from itertools import count
 
 import pytest
 import torch
+from campaign import times
 from torch import Tensor
 
 pytest.importorskip("xxhash")
@@ -22,12 +22,12 @@ from kvloom.integrations.vllm import blocks
 from kvloom.integrations.vllm.blocks import Blocks, Group
 from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.pages import PageFormat
-from kvloom.integrations.vllm.planner import Plan, Transfer
+from kvloom.integrations.vllm.planner import Transfer, TransferPlan
 from kvloom.store import Fingerprint, KVStore
-from kvloom.store.backends.memory import Memory
+from kvloom.store.backends.memory import MemoryBackend
 from kvloom.store.format import Run
 
-NUM_OFFERED = int(os.environ.get("KVLOOM_OFFERED", "1000"))
+NUM_OFFERED = times(1000)
 PAGE, HEADS, DIM, QUANT, AT_ONCE = 32, 2, 32, QuantSpec(8, 32), 20
 GROUPS = [Group((0,), PAGE)]
 LAYER = blocks.layer_format(HEADS, DIM, torch.float32, QUANT)
@@ -86,7 +86,7 @@ def offered(rng: random.Random) -> Iterator[tuple[int, str, bytes, bool]]:
 
 def read(mover: Mover, loads: list[Transfer]) -> set[str]:
     """Requests that failed, of a step that reads."""
-    mover.start(Plan(loads))
+    mover.start(TransferPlan(loads))
     done, failed = set[str](), set[str]()
     while len(done) < len(loads):
         for known, new in zip((done, failed), mover.finished(True), strict=True):
@@ -94,6 +94,7 @@ def read(mover: Mover, loads: list[Transfer]) -> set[str]:
     return failed
 
 
+@pytest.mark.campaign
 def test_of_damaged_and_foreign_files_none_is_read() -> None:
     files = offered(random.Random(0))
     num_refused = 0
@@ -105,14 +106,14 @@ def test_of_damaged_and_foreign_files_none_is_read() -> None:
         loads, wrong = [], set()
         for i in range(AT_ONCE):
             number, name, file, is_right = next(files)
-            Memory.of_url(url).put_if_absent(name, [file])
+            MemoryBackend.of_url(url).put_if_absent(name, [file])
             loads.append(Transfer(str(number), "", text_of(number), 0, ([2 * i + 1, 2 * i + 2],)))
             wrong |= set() if is_right else {str(number)}
         with KVStore(url) as store, closing(Mover(store, FINGERPRINT, target, None)) as mover:
             assert read(mover, loads) == wrong
         assert memory[1:3].any() and not memory[3:].any()
         num_refused += len(wrong)
-        Memory._shared.pop(url)
+        MemoryBackend._shared.pop(url)
 
 
 def test_a_reader_that_fails_gives_the_request_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +131,7 @@ def test_a_reader_that_fails_gives_the_request_back(monkeypatch: pytest.MonkeyPa
 def test_a_model_that_changed_has_nothing_read_or_written(caplog: pytest.LogCaptureFixture) -> None:
     url, changes = "memory://model-changed", iter([False, True])
     run, file = file_of(text_of(0))
-    Memory.of_url(url).put_if_absent(run.name, [file])
+    MemoryBackend.of_url(url).put_if_absent(run.name, [file])
     target, memory = empty_blocks(5)
     load = Transfer("a", "", text_of(0), 0, ([1, 2],))
     save = Transfer("b", "", text_of(1), 0, ([1, 2],))
@@ -139,10 +140,10 @@ def test_a_model_that_changed_has_nothing_read_or_written(caplog: pytest.LogCapt
         closing(Mover(store, FINGERPRINT, target, None, is_changed=lambda exactly: next(changes))) as mover,
     ):
         assert read(mover, [load]) == set() and memory[1:3].any()
-        mover.save(Plan(saves=[save]))
+        mover.save(TransferPlan(saves=[save]))
         memory.zero_()
         assert read(mover, [load]) == {"a"} and mover.is_aside
-        mover.save(Plan(saves=[replace(save, tokens=text_of(2))]))
+        mover.save(TransferPlan(saves=[replace(save, tokens=text_of(2))]))
         assert read(mover, [load]) == {"a"} and not memory.any()
         assert mover.counts["tokens_saved"] == mover.counts["tokens_loaded"] == 2 * PAGE
     assert caplog.text.count("The weights of the model changed.") == 1
@@ -151,16 +152,16 @@ def test_a_model_that_changed_has_nothing_read_or_written(caplog: pytest.LogCapt
 def test_what_was_being_read_when_the_model_changed_is_computed() -> None:
     url, changes = "memory://model-changed-meanwhile", iter([False, True])
     run, file = file_of(text_of(0))
-    Memory.of_url(url).put_if_absent(run.name, [file])
+    MemoryBackend.of_url(url).put_if_absent(run.name, [file])
     target, memory = empty_blocks(3)
     with (
         KVStore(url) as store,
         closing(Mover(store, FINGERPRINT, target, None, is_changed=lambda exactly: next(changes))) as mover,
     ):
-        mover.start(Plan([Transfer("a", "", text_of(0), 0, ([1, 2],))]))
+        mover.start(TransferPlan([Transfer("a", "", text_of(0), 0, ([1, 2],))]))
         while not memory[1:3].any():
             pass
-        mover.start(Plan())  # a step in which the weights are others
+        mover.start(TransferPlan())  # a step in which the weights are others
         done, failed = set[str](), set[str]()
         while not done:
             done, failed = mover.finished(True)
@@ -177,5 +178,5 @@ def test_a_model_that_is_doubted_is_looked_at_exactly(is_doubted: bool) -> None:
             Mover(store, FINGERPRINT, target, None, is_changed=lambda exactly: looks.append(exactly) or False)
         ) as mover,
     ):
-        mover.start(Plan(is_doubted=is_doubted))
+        mover.start(TransferPlan(is_doubted=is_doubted))
     assert looks == [is_doubted]

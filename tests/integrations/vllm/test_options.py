@@ -136,6 +136,7 @@ class TestRegistration:
         assert "no entry point" in str(vllm.why_not_registered())
 
 
+@pytest.mark.process
 def test_loading_the_entry_point_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, kvloom.integrations.vllm; print({'torch', 'vllm', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

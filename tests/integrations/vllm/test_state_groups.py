@@ -16,10 +16,10 @@ from integrations.vllm.test_mover import FINGERPRINT, PAGE, empty_blocks, file_o
 from integrations.vllm.test_planner import Request
 
 from kvloom.integrations.vllm.mover import Mover
-from kvloom.integrations.vllm.planner import Plan, Planner, Transfer
+from kvloom.integrations.vllm.planner import Planner, Transfer, TransferPlan
 from kvloom.integrations.vllm.recurrent import StateGroups, States
 from kvloom.store import KVStore
-from kvloom.store.backends.memory import Memory
+from kvloom.store.backends.memory import MemoryBackend
 
 # Group 0 attends; groups 1 and 2 have two layers and one, of seven bytes and twelve behind a text.
 GROUPS = StateGroups((1, 2), (("a", "b"), ("c",)), PAGE, 7 + 7 + 12, "seven and twelve bytes")
@@ -116,14 +116,14 @@ def test_states_are_written_that_all_groups_offer_behind_pages(store: KVStore) -
 def written_and_read(store: KVStore, damage: bool = False) -> tuple[set[str], list[bool]]:
     """Requests that failed, and of each state whether it went to its block and to no other."""
     run, file = file_of(text := [0, *range(1, 2 * PAGE)])
-    Memory.of_url(store.tiers[0].url).put_if_absent(run.name, [file])
+    MemoryBackend.of_url(store.tiers[0].url).put_if_absent(run.name, [file])
     source, target = memory(), [[[torch.zeros_like(x) for x in y] for y in z] for z in memory()]
     pages, _ = empty_blocks(3)
     with closing(Mover(store, FINGERPRINT, pages, None, states=States(WHOSE, source))) as mover:
-        mover.save(Plan(states=[Transfer("a", "", text, 2 * PAGE - 1, (), (21, 31))]))
+        mover.save(TransferPlan(states=[Transfer("a", "", text, 2 * PAGE - 1, (), (21, 31))]))
         assert store.flush(10)
     if damage:
-        objects = Memory.of_url(store.tiers[0].url)._objects
+        objects = MemoryBackend.of_url(store.tiers[0].url)._objects
         [name] = [name for name in objects if name != run.name and WHOSE.folder in name]
         data, used = objects[name]
         objects[name] = data[:-12] + b"?" + data[-11:], used
@@ -147,7 +147,7 @@ def test_damaged_states_are_not_read_and_nor_is_the_request(store: KVStore) -> N
 
 def test_without_states_pages_are_not_enough(store: KVStore) -> None:
     run, file = file_of(text := [0, *range(1, 2 * PAGE)])
-    Memory.of_url(store.tiers[0].url).put_if_absent(run.name, [file])
+    MemoryBackend.of_url(store.tiers[0].url).put_if_absent(run.name, [file])
     pages, _ = empty_blocks(3)
     with closing(Mover(store, FINGERPRINT, pages, None, states=States(WHOSE, memory()))) as mover:
         assert read(mover, [Transfer("a", "", text, 0, ([1, 2],), (3, 4))]) == {"a"}

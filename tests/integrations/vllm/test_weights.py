@@ -126,6 +126,7 @@ def scale_in_last_rank(worker: Any) -> None:
         worker.get_model().model.layers[1].post_attention_layernorm.weight.data.mul_(1.5)
 
 
+@pytest.mark.process
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core")
 def test_weights_of_one_rank_of_two(stock: list[list[int]], store: Path, tmp_path: Path) -> None:
     script = tmp_path / "child.py"

@@ -18,7 +18,7 @@ import vllm.triton_utils
 
 from kvloom.conform.running import run
 from kvloom.conform.targets import python_target
-from kvloom.conform.vectors import PUBLISHED, Vector, read
+from kvloom.conform.vectors import Vector, published, read
 
 
 def make_store() -> Callable[..., None]:
@@ -50,7 +50,7 @@ def main() -> None:
     """Judge and write."""
     target, found = python_target(make_store()), Counter[str]()
     for dialect in ("vllm.reshape_and_cache", "vllm.reshape_and_cache_flash"):
-        for vector in read(PUBLISHED, dialect):
+        for vector in read(published(), dialect):
             if vector.expected is not None:
                 shape = "gaps" if has_gaps(vector) else "whole"
                 outcome = "passed" if run(target, [vector]).passed else "failed"

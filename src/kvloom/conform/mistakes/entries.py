@@ -29,17 +29,17 @@ def _entry(call: Call, b: int) -> Call:
     }
 
 
-def _one_after_another(call: Call) -> pmx.Stored:
+def _one_after_another(call: Call) -> pmx.PmxStored:
     cache, scale = call["cache"], call["scale"]
     keys, values = [], []
     for b in range(len(call["start_pos"])):
         key, value, cache, scale = _STORED(**{**_entry(call, b), "cache": cache, "scale": scale})
         keys.append(key)
         values.append(value)
-    return pmx.Stored(torch.cat(keys), torch.cat(values), cache, scale)
+    return pmx.PmxStored(torch.cat(keys), torch.cat(values), cache, scale)
 
 
-def _history_first(call: Call) -> pmx.Stored:
+def _history_first(call: Call) -> pmx.PmxStored:
     """History is read before the call's stores, then the new tokens follow."""
     stored = _STORED(**call)
     first = call["kvstarts"].tolist()
@@ -53,12 +53,12 @@ def _history_first(call: Call) -> pmx.Stored:
     return stored
 
 
-def _by_name(function: Callable[[Call], pmx.Stored]) -> Callable[..., pmx.Stored]:
+def _by_name(function: Callable[[Call], pmx.PmxStored]) -> Callable[..., pmx.PmxStored]:
     """Adapt ``function`` to the arguments of the oracle, some of which are positional."""
     code = _STORED.__code__
     names = code.co_varnames[: code.co_argcount]
 
-    def called(*given: Any, **more: Any) -> pmx.Stored:
+    def called(*given: Any, **more: Any) -> pmx.PmxStored:
         call = {"scale": None, "cache_mode": 0, **dict(zip(names, given, strict=False)), **more}
         return function(call)
 

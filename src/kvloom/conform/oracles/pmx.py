@@ -19,7 +19,7 @@ DYNAMIC_AXES = {0: "TLKHD", 1: "LTKHD", 2: "LKTHD", 3: "LKHTD"}
 FUSED_AXES = {"pmx": {0: "TLKHD", 1: "LTKHD", 2: "LHTKD", 3: "KLHTD"}, "opmx": DYNAMIC_AXES}
 
 
-class Stored(NamedTuple):
+class PmxStored(NamedTuple):
     """Result of ``key_value_cache``, and the updated cache and scale."""
 
     key: Tensor
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
     scale: Tensor | None
 
 
-class Attended(NamedTuple):
+class PmxAttended(NamedTuple):
     """Result of attention: ``output`` in float64; loaded ``key`` and ``value`` in the input's dtype."""
 
     output: Tensor
@@ -144,7 +144,7 @@ def key_value_cache(
     quant_group: int = 8,
     num_repeat: int = 1,
     cache_layout: int = 0,
-) -> Stored:
+) -> PmxStored:
     """Document 000."""
     axes = STATIC_AXES[cache_layout]
     cache, scale = _copies(cache, scale)
@@ -166,7 +166,7 @@ def key_value_cache(
                     x = load_vector(cache, scale, at, quant_bit, quant_group, current_key.dtype)
                     for r in range(num_repeat):
                         out[side][n, j, h * num_repeat + r] = x
-    return Stored(out[0], out[1], cache, scale)
+    return PmxStored(out[0], out[1], cache, scale)
 
 
 # --- dynamic_batching.KeyValueCache -------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def dynamic_key_value_cache(
     cache_layout: int = 0,
     page_size: int = 128,
     axes: str | None = None,
-) -> Stored:
+) -> PmxStored:
     """Document 001; ``axes`` overrides ``cache_layout`` for the fused operator. The hints are not used."""
     axes = axes or DYNAMIC_AXES[cache_layout]
     cache, scale = _copies(cache, scale)
@@ -228,7 +228,7 @@ def dynamic_key_value_cache(
                     x = load_vector(cache, scale, at, quant_bit, quant_group, current_key.dtype)
                     for r in range(num_repeat):
                         out[side][kv[b] + j, h * num_repeat + r] = x
-    return Stored(out[0], out[1], cache, scale)
+    return PmxStored(out[0], out[1], cache, scale)
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def multi_head_cache_attention(
     page_size: int = 128,
     is_alibi: bool = False,
     spec: str = "pmx",
-) -> Attended:
+) -> PmxAttended:
     """Document 002: store, load without repetition, attend to the loaded tokens."""
     stored = dynamic_key_value_cache(
         current_key,
@@ -369,7 +369,7 @@ def multi_head_cache_attention(
         is_alibi=is_alibi,
         num_kv_heads=num_kv_heads,
     )
-    return Attended(output, *stored)
+    return PmxAttended(output, *stored)
 
 
 def _copies(cache: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:

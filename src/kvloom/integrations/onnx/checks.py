@@ -6,7 +6,7 @@ import onnx
 from onnx import TensorProto
 
 from kvloom.errors import ModelError
-from kvloom.integrations.onnx.models import Call, Dims, Model, ValueType, calls, infer_types, load
+from kvloom.integrations.onnx.models import Dims, Model, PmxNode, ValueType, calls, infer_types, load
 from kvloom.integrations.onnx.operators import DOMAINS, OPERATORS, STATIC, VERSION
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -75,7 +75,7 @@ def _of_domains(model: onnx.ModelProto) -> Iterator[str]:
             yield f"{_name(node)}: domain {node.domain} must be among the opset imports of the model"
 
 
-def _of_node(call: Call) -> Iterator[str]:
+def _of_node(call: PmxNode) -> Iterator[str]:
     operator = call.operator
     wrong = operator.problems(call.given())
     yield from wrong
@@ -95,7 +95,7 @@ def _of_node(call: Call) -> Iterator[str]:
         yield "output scale must be given with output cache where the cache is quantized"
 
 
-def _of_values(call: Call, values: dict[str, ValueType]) -> Iterator[str]:
+def _of_values(call: PmxNode, values: dict[str, ValueType]) -> Iterator[str]:
     yield from _of_types(call, values)
     a, sizes = call.attributes(), dict[str, int]()
     if "num_heads" in a:
@@ -129,14 +129,14 @@ def _of_values(call: Call, values: dict[str, ValueType]) -> Iterator[str]:
             stored |= {axis: n for axis, n in own.items() if axis != "D"}
 
 
-def _of_table(call: Call, values: dict[str, ValueType]) -> Iterator[str]:
+def _of_table(call: PmxNode, values: dict[str, ValueType]) -> Iterator[str]:
     dims = _dims(call, "cachestarts", values) if "cachestarts" in call.operator.inputs else None
     allowed = (1, 2) if call.attributes().get("cache_mode") else (1,)
     if dims is not None and len(dims) not in allowed:
         yield f"input cachestarts must have rank {' or '.join(map(str, allowed))}, got {list(dims)}"
 
 
-def _of_types(call: Call, values: dict[str, ValueType]) -> Iterator[str]:
+def _of_types(call: PmxNode, values: dict[str, ValueType]) -> Iterator[str]:
     bit = call.attributes()["quant_bit"]
     first = call.operator.inputs[0]
     numbers = FLOATS if bit or first == "query" else (*FLOATS, TensorProto.INT8)
@@ -157,7 +157,7 @@ def _of_types(call: Call, values: dict[str, ValueType]) -> Iterator[str]:
             yield f"input {name} must be {names}, got {got}"
 
 
-def _dims(call: Call, name: str, values: dict[str, ValueType]) -> Dims | None:
+def _dims(call: PmxNode, name: str, values: dict[str, ValueType]) -> Dims | None:
     value = values.get(call.input(name)) if call.input(name) else None
     return None if value is None else value.dims
 

@@ -21,7 +21,7 @@ from kvloom.integrations.onnx.operators import (
     OPERATORS,
     STATIC,
     VERSION,
-    Operator,
+    OperatorSpec,
 )
 from kvloom.integrations.onnx.portable import portable as make_portable
 
@@ -232,7 +232,7 @@ class _Recorder(torch.nn.Module):
         outputs = tuple(results[: len(operator.outputs)])
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _layout(self, operator: Operator, arguments: dict[str, Any]) -> int:
+    def _layout(self, operator: OperatorSpec, arguments: dict[str, Any]) -> int:
         """Number in this domain of the layout that the document ``spec`` calls ``cache_layout``."""
         spec, number = arguments["spec"], arguments["cache_layout"]
         if spec not in DOMAINS:
@@ -259,7 +259,7 @@ class _Recorder(torch.nn.Module):
         return torch.full((), x, dtype=torch.int64)
 
 
-def _output_shapes(operator: Operator, arguments: dict[str, Any]) -> list[list[Any]]:
+def _output_shapes(operator: OperatorSpec, arguments: dict[str, Any]) -> list[list[Any]]:
     first = arguments[operator.inputs[0]]
     if operator is ATTENTION:
         return [list(first.shape)]

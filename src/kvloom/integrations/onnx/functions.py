@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from kvloom.core.layouts import CacheLayout
 from kvloom.integrations.onnx.attention import attend
 from kvloom.integrations.onnx.builder import FLOAT, INT64, Builder, Operand
-from kvloom.integrations.onnx.operators import ATTENTION, STATIC, Operator
+from kvloom.integrations.onnx.operators import ATTENTION, STATIC, OperatorSpec
 from kvloom.integrations.onnx.quantization import dequantize, quantize
 
 _SHORT = {
@@ -28,7 +28,7 @@ _SHORT = {
 class Variant(NamedTuple):
     """Everything that a body depends on. ``scale_dtype`` and the ranks are 0 without such an input."""
 
-    operator: Operator
+    operator: OperatorSpec
     domain: str
     attributes: dict[str, int]
     dtype: int

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from onnx import shape_inference
 
 from kvloom.errors import ArgumentError, ModelError
-from kvloom.integrations.onnx.operators import OPERATORS, Operator
+from kvloom.integrations.onnx.operators import OPERATORS, OperatorSpec
 
 Model: TypeAlias = onnx.ModelProto | bytes | str | Path
 Dims: TypeAlias = tuple[int | None, ...]
@@ -41,11 +41,11 @@ def load(model: Model) -> onnx.ModelProto:
     return proto
 
 
-class Call(NamedTuple):
+class PmxNode(NamedTuple):
     """A node of a PMX operator, with its inputs and attributes by name."""
 
     node: onnx.NodeProto
-    operator: Operator
+    operator: OperatorSpec
     domain: str
 
     def input(self, name: str) -> str:
@@ -72,12 +72,12 @@ class Call(NamedTuple):
         return bool(self.output("cache"))
 
 
-def calls(nodes: Sequence[onnx.NodeProto]) -> Iterator[Call]:
+def calls(nodes: Sequence[onnx.NodeProto]) -> Iterator[PmxNode]:
     """The nodes of PMX operators."""
     for node in nodes:
         operator = OPERATORS.get((node.domain, node.op_type))
         if operator is not None:
-            yield Call(node, operator, node.domain.split(".")[0])
+            yield PmxNode(node, operator, node.domain.split(".")[0])
 
 
 class ValueType(NamedTuple):
@@ -110,7 +110,7 @@ def infer_types(model: onnx.ModelProto) -> dict[str, ValueType]:
     return found
 
 
-def _outputs(call: Call, found: dict[str, ValueType]) -> list[onnx.ValueInfoProto]:
+def _outputs(call: PmxNode, found: dict[str, ValueType]) -> list[onnx.ValueInfoProto]:
     first = found.get(call.node.input[0]) if call.node.input else None
     inferred = []
     for name in call.operator.outputs:

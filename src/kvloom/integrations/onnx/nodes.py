@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.onnx.operators import ATTENTION, DOMAINS, DYNAMIC, STATIC, VERSION, Operator
+from kvloom.integrations.onnx.operators import ATTENTION, DOMAINS, DYNAMIC, STATIC, VERSION, OperatorSpec
 
 
 def key_value_cache(
@@ -95,7 +95,7 @@ def multi_head_cache_attention(
 
 
 def make_node(
-    operator: Operator,
+    operator: OperatorSpec,
     inputs: Sequence[str],
     outputs: Sequence[str],
     updated: Sequence[str],

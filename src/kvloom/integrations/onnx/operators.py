@@ -35,7 +35,7 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
+class OperatorSpec:
     """One operator. The last of ``inputs``, those in ``optional``, may be missing or empty.
 
     Attributes:
@@ -109,7 +109,7 @@ def _layouts(name: str) -> Attribute:
     return Attribute(0, high=len(OPERATOR_LAYOUTS[f"opmx.{name}"]))
 
 
-STATIC: Final = Operator(
+STATIC: Final = OperatorSpec(
     "KeyValueCache",
     "",
     ("current_key", "current_value", "start_pos", "cache", "scale"),
@@ -117,7 +117,7 @@ STATIC: Final = Operator(
     ("key", "value"),
     {**_CACHE, "num_repeat": Attribute(1, low=1), "cache_layout": _layouts("KeyValueCache")},
 )
-DYNAMIC: Final = Operator(
+DYNAMIC: Final = OperatorSpec(
     "KeyValueCache",
     ".dynamic_batching",
     ("current_key", "current_value", *_BATCH, "max_seqlen", "max_kvlen", "cache", "scale"),
@@ -131,7 +131,7 @@ DYNAMIC: Final = Operator(
         "page_size": Attribute(128, low=1),
     },
 )
-ATTENTION: Final = Operator(
+ATTENTION: Final = OperatorSpec(
     "MultiHeadCacheAttention",
     ".dynamic_batching",
     (

@@ -6,7 +6,7 @@ from onnx import helper
 from kvloom.errors import ModelError
 from kvloom.integrations.onnx.checks import check
 from kvloom.integrations.onnx.functions import Variant, make_function
-from kvloom.integrations.onnx.models import Call, Model, ValueType, calls, infer_types, load
+from kvloom.integrations.onnx.models import Model, PmxNode, ValueType, calls, infer_types, load
 from kvloom.integrations.onnx.operators import ATTENTION, STATIC
 
 MIN_OPSET = 18
@@ -67,7 +67,7 @@ def portable(model: Model) -> onnx.ModelProto:
     return result
 
 
-def _variant_of(call: Call, values: dict[str, ValueType]) -> Variant:
+def _variant_of(call: PmxNode, values: dict[str, ValueType]) -> Variant:
     def known(name: str) -> ValueType:
         value = values.get(call.input(name))
         if value is None:
@@ -92,7 +92,7 @@ def _variant_of(call: Call, values: dict[str, ValueType]) -> Variant:
     )
 
 
-def _chain_states(call: Call, latest: dict[str, str], taken: set[str]) -> None:
+def _chain_states(call: PmxNode, latest: dict[str, str], taken: set[str]) -> None:
     """Add the updated cache and scale to the outputs, under new names that later nodes read."""
     for name in ("cache", "scale") if call.attributes()["quant_bit"] else ("cache",):
         now = call.input(name)

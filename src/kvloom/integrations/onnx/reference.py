@@ -10,7 +10,7 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor
 
 from kvloom.dialects import pmx
-from kvloom.integrations.onnx.operators import ATTENTION, DOMAINS, DYNAMIC, STATIC, Operator
+from kvloom.integrations.onnx.operators import ATTENTION, DOMAINS, DYNAMIC, STATIC, OperatorSpec
 
 _RUN: Final[dict[int, Callable[..., Any]]] = {
     id(STATIC): pmx.key_value_cache,
@@ -42,7 +42,7 @@ def to_torch(x: Any) -> Tensor:
 class _Operator(OpRun):  # type: ignore[misc]
     """A PMX operator. A node without updated outputs writes ``cache`` and ``scale`` in place."""
 
-    operator: Operator
+    operator: OperatorSpec
     spec: str
 
     def _run(self, *values: Any, **attributes: Any) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ class _Operator(OpRun):  # type: ignore[misc]
         return tuple(to_numpy(x) for x in made[: len(outputs)])
 
 
-def _make(domain: str, operator: Operator) -> type[_Operator]:
+def _make(domain: str, operator: OperatorSpec) -> type[_Operator]:
     members = {"op_domain": domain + operator.group, "operator": operator, "spec": domain}
     return type(operator.name, (_Operator,), members)
 

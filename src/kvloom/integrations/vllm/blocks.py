@@ -20,7 +20,7 @@ from kvloom.core.views import KVView
 from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.format import page_bytes
-from kvloom.store.tier import Piece
+from kvloom.store.tier import ReadPages
 from kvloom.store.transfer import views
 
 NULL_BLOCK: Final = 0
@@ -144,7 +144,7 @@ class Blocks:
             ops.copy(view, slots[self._group_of[number]], target, torch.arange(len(positions)))
         return packed
 
-    def unpack(self, piece: Piece, blocks: BlockIds, end: int) -> None:
+    def unpack(self, piece: ReadPages, blocks: BlockIds, end: int) -> None:
         """Write a piece to the blocks of a request; tokens of null blocks are skipped.
 
         Args:

@@ -15,7 +15,7 @@ from kvloom.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class VllmStep:
     """Attention metadata of one forward pass, shared by all layers.
 
     Attributes:
@@ -37,11 +37,11 @@ class Step:
             self._positions.append(behind + torch.arange(self.num_tokens))
         return self._positions[0]
 
-    def of_first(self, num_requests: int, num_tokens: int) -> "Step":
+    def of_first(self, num_requests: int, num_tokens: int) -> "VllmStep":
         """The step of the first requests alone, with ``num_tokens`` new tokens."""
         batch, end = self.batch, num_requests + 1
         index = replace(batch.index, table=batch.index.table[:num_requests])
-        return Step(num_tokens, ops.Batch(index, batch.seqstarts[:end], batch.kvstarts[:end]))
+        return VllmStep(num_tokens, ops.Batch(index, batch.seqstarts[:end], batch.kvstarts[:end]))
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class Step:
         *,
         num_tokens: int,
         max_length: int,
-    ) -> "Step":
+    ) -> "VllmStep":
         """The step of some requests; tensors are copied, since vLLM overwrites them in the next step.
 
         Args:
@@ -69,7 +69,7 @@ class Step:
         return cls(num_tokens, ops.Batch(index, query_starts.long(), prefix_sums(lengths)))
 
 
-def step_of(metadata: Any, block_size: int) -> Step:
+def step_of(metadata: Any, block_size: int) -> VllmStep:
     """Make the step of a group.
 
     Args:
@@ -82,7 +82,7 @@ def step_of(metadata: Any, block_size: int) -> Step:
     m = metadata
     if m.causal is not True:
         raise UnsupportedError(f"pages of kvloom must be attended to causally, got causal={m.causal}")
-    return Step.of(
+    return VllmStep.of(
         m.query_start_loc[: m.num_reqs + 1],
         m.seq_lens[: m.num_reqs],
         m.block_table_tensor[: m.num_reqs],

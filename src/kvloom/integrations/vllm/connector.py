@@ -29,11 +29,11 @@ from kvloom.integrations.vllm import blocks
 from kvloom.integrations.vllm.backend import BITS
 from kvloom.integrations.vllm.blocks import Blocks, Group
 from kvloom.integrations.vllm.identity import identify
-from kvloom.integrations.vllm.metrics import COUNTS, Metrics, Stats
+from kvloom.integrations.vllm.metrics import COUNTS, ConnectorMetrics, Stats
 from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.options import Options
 from kvloom.integrations.vllm.pages import PageFormat
-from kvloom.integrations.vllm.planner import Plan, Planner
+from kvloom.integrations.vllm.planner import Planner, TransferPlan
 from kvloom.integrations.vllm.recurrent import StateGroups, States, spec_of, state_groups
 from kvloom.integrations.vllm.residual import SUFFIX
 from kvloom.integrations.vllm.watch import WeightWatch, model_of
@@ -51,7 +51,7 @@ _GUESSES: Final = ("ngram", "ngram_gpu", "suffix")
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
     """A message from the scheduler's connector to those of the workers."""
 
-    plan: Plan = field(default_factory=Plan)
+    plan: TransferPlan = field(default_factory=TransferPlan)
 
 
 @dataclass(slots=True)
@@ -285,12 +285,12 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> "Metrics":
+    ) -> "ConnectorMetrics":
         """Counters of the server's ``/metrics``."""
-        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
-    def _plan(self) -> Plan:
+    def _plan(self) -> TransferPlan:
         metadata: _Metadata = self._get_connector_metadata()
         return metadata.plan
 

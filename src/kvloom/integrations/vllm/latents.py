@@ -16,7 +16,7 @@ from kvloom.caches.absorption import LatentSizes, is_faster_expanded
 from kvloom.caches.transform import Transform, load_restored
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import KVView
-from kvloom.integrations.vllm.builder import Step, step_of
+from kvloom.integrations.vllm.builder import VllmStep, step_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class LatentStep:
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int
-    decode: Step | None
+    decode: VllmStep | None
     prefill: list[Expanded]
 
 

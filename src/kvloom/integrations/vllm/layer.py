@@ -13,7 +13,7 @@ from kvloom.caches.tokens import attend_behind, scores_of_newest
 from kvloom.caches.transform import Transform, store_transformed
 from kvloom.caches.transform import attend as transformed
 from kvloom.core.views import KVView
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.pages import PageFormat
 
 
@@ -79,10 +79,10 @@ def store(
 def attend_latents(
     query: Tensor,
     view: KVView,
-    step: Step,
+    step: VllmStep,
     scores: ops.Scores,
     transform: Transform | None = None,
-    newest: tuple[Newest, Step] | None = None,
+    newest: tuple[Newest, VllmStep] | None = None,
 ) -> Tensor:
     """Attend to stored latents (MLA), as ``ops.attend`` with ``is_latent``.
 
@@ -107,11 +107,11 @@ def attend_latents(
 def attend(
     query: Tensor,
     view: KVView,
-    step: Step,
+    step: VllmStep,
     scores: ops.Scores,
     out: Tensor,
     transform: Transform | None = None,
-    newest: tuple[Newest, Step] | None = None,
+    newest: tuple[Newest, VllmStep] | None = None,
 ) -> None:
     """Attend to stored tokens.
 

@@ -39,7 +39,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return not any(self.data.values())
 
 
-class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """Prometheus counters of each engine, such as ``vllm:kvloom_tokens_loaded_total``."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from kvloom.integrations.vllm.blocks import Blocks
-from kvloom.integrations.vllm.planner import Plan, Transfer
+from kvloom.integrations.vllm.planner import Transfer, TransferPlan
 from kvloom.integrations.vllm.recurrent import States
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import RUN_BYTES, runs_of
@@ -54,7 +54,7 @@ class Mover:
         self._readers = ThreadPoolExecutor(_READERS, "kvloom-read")
         self._loading: dict[str, Future[bool]] = {}
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: TransferPlan) -> None:
         """Start the reads of a plan. Called in every step, so that no change of the model is missed."""
         self._look(plan.is_doubted)
         if plan.is_stale:
@@ -70,7 +70,7 @@ class Mover:
         failed = {name for name in done if not self._loading.pop(name).result() or self.is_aside}
         return done, failed
 
-    def save(self, plan: Plan) -> None:
+    def save(self, plan: TransferPlan) -> None:
         """Copy tokens that stores do not have, to be written in the background; same plan on all ranks."""
         if plan.saves and self._ranks is not None:  # each rank has checked its part of the model
             aside = torch.tensor(self.is_aside, dtype=torch.uint8)

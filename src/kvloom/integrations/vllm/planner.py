@@ -40,7 +40,7 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class Plan:
+class TransferPlan:
     """Pages to read and to write in one step.
 
     Attributes:
@@ -126,7 +126,7 @@ class Planner:
         scheduled: dict[str, int],
         blocks_of: Any,
         offers: dict[str, list[tuple[int, int, int]]] | None = None,
-    ) -> Plan:
+    ) -> TransferPlan:
         """Make the plan of one step.
 
         Args:
@@ -135,7 +135,9 @@ class Planner:
             offers: States of each request after whole blocks, which exist after the step: group, block and
                 number of tokens.
         """
-        plan = Plan(self._loads, [], [], self._is_stale, not any(scheduled.values()), self._is_doubted)
+        plan = TransferPlan(
+            self._loads, [], [], self._is_stale, not any(scheduled.values()), self._is_doubted
+        )
         self._loads, self._is_stale, self._is_doubted = [], False, False
         for name, new in scheduled.items() if self._writes else ():
             request = self._requests.get(name)

@@ -14,7 +14,7 @@ from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvloom import ops
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.pages import PageFormat
 
 CASES: Final = ((4, 1, 1024), (1, 256, 256))
@@ -64,7 +64,7 @@ def _calls(
     table = torch.arange(requests * num_pages, dtype=torch.int32).view(requests, -1)
     starts = torch.arange(requests + 1, dtype=torch.int32) * new
     lengths = torch.full((requests,), stored, dtype=torch.int32)
-    step = Step.of(starts, lengths, table, _PAGE, num_tokens=len(query), max_length=stored)
+    step = VllmStep.of(starts, lengths, table, _PAGE, num_tokens=len(query), max_length=stored)
     kv = PageFormat.heads(head_dim, dtype, None).view(memory)
     keys, values = memory.view(len(memory), heads, 2 * _PAGE, head_dim).chunk(2, dim=2)
     plan = kernels.cpu_attn_get_scheduler_metadata(

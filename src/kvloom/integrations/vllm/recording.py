@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.integrations.vllm import layer
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.pages import PageFormat
 
 
@@ -30,7 +30,7 @@ class Recording:
         self._rows, self._num_tokens = rows, num_tokens
         table = torch.arange(rows, dtype=torch.int32)
         lengths = torch.full((rows,), num_tokens, dtype=torch.int32)
-        self._step = Step.of(
+        self._step = VllmStep.of(
             torch.arange(rows + 1, dtype=torch.int32) * num_tokens,
             lengths,
             table.unsqueeze(1),

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvloom.core.entries import FLOATS, Entry, SideFormat
 from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.tier import Piece
+from kvloom.store.tier import ReadPages
 
 _KEPT: Final = "float32"
 """Dtype of a stored segment, which holds states of any dtype as bytes."""
@@ -95,7 +95,7 @@ class States:
         self._move(torch.frombuffer(packed, dtype=torch.uint8), blocks, is_read=False)
         return packed
 
-    def unpack(self, piece: Piece, blocks: Sequence[int]) -> None:
+    def unpack(self, piece: ReadPages, blocks: Sequence[int]) -> None:
         """Write a piece to the given block of each group."""
         data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
         self._move(data, blocks, is_read=True)

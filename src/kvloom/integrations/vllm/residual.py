@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer, pages
-from kvloom.integrations.vllm.builder import Step, step_of
+from kvloom.integrations.vllm.builder import VllmStep, step_of
 from kvloom.integrations.vllm.layer import Newest, Paged
 from kvloom.integrations.vllm.pages import PageFormat
 
@@ -26,12 +26,12 @@ SUFFIX: Final = ".residual"
 
 
 class ResidualBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Builder of the ``Step`` of each forward for the pages of a group."""
+    """Builder of the ``VllmStep`` of each forward for the pages of a group."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> VllmStep:
         """Make the step from vLLM's ``CommonAttentionMetadata``."""
         return step_of(common_attn_metadata, self.kv_cache_spec.block_size)
 
@@ -101,9 +101,9 @@ class ResidualCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         if self.kv_cache.numel():
             layer.store(key, value, get_forward_context().slot_mapping[name], self._paged.view(self.kv_cache))
 
-    def newest(self, name: str) -> tuple[Newest, Step]:
+    def newest(self, name: str) -> tuple[Newest, VllmStep]:
         """The pages, and the step for them; ``name`` is the name of this layer."""
-        step: Step = get_forward_context().attn_metadata[name]
+        step: VllmStep = get_forward_context().attn_metadata[name]
         return Newest(self._paged.view(self.kv_cache), self.window), step
 
 

@@ -113,9 +113,9 @@ def connect(url: str, timeout: float, mode: int = 0o600, create: bool = True) ->
 
             return Files.of_url(url, mode, create)
         case "memory":
-            from kvloom.store.backends.memory import Memory
+            from kvloom.store.backends.memory import MemoryBackend
 
-            return Memory.of_url(url)
+            return MemoryBackend.of_url(url)
         case "s3" | "gs" | "az":
             from kvloom.store.backends.objects import Objects
 

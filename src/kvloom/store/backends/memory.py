@@ -7,17 +7,17 @@ from typing import ClassVar
 from kvloom.store.backends import Stored
 
 
-class Memory:
+class MemoryBackend:
     """``Backend`` in a dict."""
 
-    _shared: ClassVar[dict[str, "Memory"]] = {}
+    _shared: ClassVar[dict[str, "MemoryBackend"]] = {}
 
     def __init__(self) -> None:
         self._objects: dict[str, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def of_url(cls, url: str) -> "Memory":
+    def of_url(cls, url: str) -> "MemoryBackend":
         """Backend with this name; a new one for ``memory://``."""
         return cls() if url == "memory://" else cls._shared.setdefault(url, cls())
 

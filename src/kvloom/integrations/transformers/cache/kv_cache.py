@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvloom.caches import Cache, FixedLayer, PagedLayer, Sequences
-from kvloom.caches.memory import too_long_for
+from kvloom.caches.fixed import too_long_for
 from kvloom.caches.rows import repeated, selected
-from kvloom.errors import ArgumentError, OutOfPages, UnsupportedError
+from kvloom.errors import ArgumentError, OutOfPages
 from kvloom.integrations.transformers.cache.build import make_layers
 from kvloom.integrations.transformers.cache.changes import (
     changes_of_length,
@@ -115,9 +115,6 @@ class KVCache(StatefulCache):
         specs = layers_of(model)
         layers = make_layers(model, format, static, specs=specs)
         others = Counter(x.keeps for x in specs if x.is_foreign)
-        if not any(x.tokens for x in specs):
-            kept = f"{type(model).__name__} with {dict(Counter(x.keeps for x in specs))}"
-            raise UnsupportedError(f"model must have layers that attend to keys and values, got {kept}")
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)

@@ -1,4 +1,4 @@
-"""Trial whether a model continues correctly from recurrent states.
+"""Trials whether a model is causal, and whether it continues correctly from recurrent states.
 
 Some families ignore the given state when several tokens follow stored ones. They compute the second piece of
 any text wrongly, with transformers' own caches, too. So each model is tried first.
@@ -17,6 +17,7 @@ from kvloom.integrations.transformers.cache.layers import KVCacheLayer
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
 from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.models.trials import undisturbed
 from kvloom.integrations.transformers.states.specs import Specs, specs_of, stateful_layers
@@ -74,6 +75,35 @@ def _tried(model: Any) -> Trial:
     return Trial("", specs_of(layers), entries)
 
 
+def expect_causal(model: Any) -> None:
+    """Raise UnsupportedError unless what a model computes of tokens depends on earlier tokens alone.
+
+    Configurations do not tell: a BERT with a head for language attends to all tokens unless it is a decoder.
+    """
+    if why := once_per_state(model, _why_not_causal):
+        raise UnsupportedError(why)
+
+
+def _why_not_causal(model: Any) -> str:
+    if model.device.type == "meta":
+        return ""
+    name = type(model).__name__
+    tokens = _tokens(model, _FIRST + _SECOND)
+    others = torch.cat([tokens[:, :_FIRST], tokens[:, :_SECOND]], dim=1)
+    try:
+        with undisturbed(model), _in_own_dtype(model):
+            expected, found = (_logits(model, x, None)[:, :_FIRST].float() for x in (tokens, others))
+    except Exception as error:  # whatever a model raises without what it needs beside tokens
+        return f"model must compute a short text, got {name}: {summary_of(error)}"
+    differs, allowed = _distance(model, found, expected, model.config.get_text_config().num_hidden_layers)
+    if not differs > allowed:  # not a number is what broken weights compute, causal or not
+        return ""
+    return (
+        f"model must attend to earlier tokens alone, or a prefix depends on what follows it, but outputs of "
+        f"{name} differ by {differs:.1e} with other tokens behind them, and by rounding {allowed:.1e} at most"
+    )
+
+
 def record_past(model: Any, cache: StatefulCache, num_tokens: int) -> None:
     """Let a cache remove up to ``num_tokens`` tokens; long steps are cut if the model is right in pieces."""
     cache.rollback = num_tokens
@@ -87,13 +117,8 @@ def try_states(model: Any) -> StatefulCache:
     Raises:
         UnsupportedError: what follows does not depend on the states, or differs by more than rounding.
     """
-    name, size = type(model).__name__, model.get_input_embeddings().weight.shape[0]
-    tokens = torch.arange(1, _FIRST + _SECOND + 1, device=model.device)[None] * 7919 % size
-    # What is found is kept, and its rounding is that of the weights' dtype, not of the caller's autocast,
-    # without which weights of several dtypes may not compute.
-    dtypes = {x.dtype for x in model.parameters() if x.is_floating_point()}
-    is_needed = len(dtypes) > 1 and torch.is_autocast_enabled(model.device.type)
-    with undisturbed(model), torch.autocast(model.device.type, enabled=is_needed):
+    name, tokens = type(model).__name__, _tokens(model, _FIRST + _SECOND)
+    with undisturbed(model), _in_own_dtype(model):
         format = cache_format(text_config_of(model))
         cache, other, at_once = (StatefulCache(make_layers(model, format)) for _ in range(3))
         whole = _logits(model, tokens, at_once)
@@ -111,12 +136,7 @@ def try_states(model: Any) -> StatefulCache:
             f"model must go on from its recurrent states, but {name} computes the same {_SECOND} tokens with "
             f"others: fed in several pieces it is wrong, with every cache"
         )
-    expected = whole[:, _FIRST:].float()
-    # The median over tokens, since rounding may change the choice of experts of some tokens.
-    found = float((pieces.float() - expected).square().mean(2).sqrt().median())
-    scale = float(expected.square().mean().sqrt())
-    eps = torch.finfo(model.dtype).eps
-    allowed = _EPSILONS.get(model.dtype, _OF_HALVES) * eps * len(cache.layers) ** 0.5 * scale
+    found, allowed = _distance(model, pieces.float(), whole[:, _FIRST:].float(), len(cache.layers))
     if not found <= allowed:
         raise UnsupportedError(
             f"model must compute a text in two pieces as in one, but outputs of {name} differ by {found:.1e}"
@@ -125,8 +145,37 @@ def try_states(model: Any) -> StatefulCache:
     return cache
 
 
-def _logits(model: Any, tokens: Tensor, cache: StatefulCache) -> Tensor:
+def _tokens(model: Any, count: int) -> Tensor:
+    """Tokens ``[1, count]`` of the model's vocabulary."""
+    size: int = model.get_input_embeddings().weight.shape[0]
+    return torch.arange(1, count + 1, device=model.device)[None] * 7919 % size
+
+
+def _in_own_dtype(model: Any) -> torch.autocast:
+    """Context of the weights' dtype.
+
+    What is found is kept, and its rounding is that of the weights' dtype, not of the caller's autocast,
+    without which weights of several dtypes may not compute.
+    """
+    dtypes = {x.dtype for x in model.parameters() if x.is_floating_point()}
+    is_needed = len(dtypes) > 1 and torch.is_autocast_enabled(model.device.type)
+    return torch.autocast(model.device.type, enabled=is_needed)
+
+
+def _distance(model: Any, found: Tensor, expected: Tensor, num_layers: int) -> tuple[float, float]:
+    """Distance of outputs ``[1, T, V]``, and the most that rounding explains.
+
+    It is the median over tokens, since rounding may change the choice of experts of some tokens.
+    """
+    differs = float((found - expected).square().mean(2).sqrt().median())
+    scale = float(expected.square().mean().sqrt())
+    eps = torch.finfo(model.dtype).eps
+    return differs, _EPSILONS.get(model.dtype, _OF_HALVES) * eps * num_layers**0.5 * scale
+
+
+def _logits(model: Any, tokens: Tensor, cache: StatefulCache | None) -> Tensor:
     """Logits, or hidden states of a model without a head, of all tokens."""
-    output = model(input_ids=tokens, use_cache=True, **as_argument(model, cache))
+    given = {} if cache is None else as_argument(model, cache)
+    output = model(input_ids=tokens, use_cache=cache is not None, **given)
     found: Tensor = output[0]
     return found

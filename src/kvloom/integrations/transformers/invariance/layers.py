@@ -7,6 +7,7 @@ Shapes: M rows, K inputs, N outputs.
 """
 
 import dis
+import functools
 import inspect
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -155,11 +156,12 @@ def _codes(member: Any) -> Iterator[CodeType]:
         yield function.__code__
 
 
-def names_in(code: CodeType) -> set[str]:
+@functools.lru_cache(8192)  # code does not change, and to read it takes a millisecond
+def names_in(code: CodeType) -> frozenset[str]:
     """Names that code and the functions in it refer to; the operator ``@`` counts as ``matmul``."""
     inner = (x for x in code.co_consts if isinstance(x, CodeType))
     products = (x for x in dis.get_instructions(code) if "MATRIX_MULTIPLY" in x.opname or x.argrepr == "@")
-    return set(code.co_names).union(*map(names_in, inner), ("matmul" for _ in products))
+    return frozenset(code.co_names).union(*map(names_in, inner), ("matmul" for _ in products))
 
 
 def _reduce(self: Any, _protocol: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ place knows the kinds of layers of all families and versions.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
@@ -192,6 +193,8 @@ def why_not(model: Any, use: Use, layers: Sequence[LayerSpec] | None = None) -> 
             return f"model must keep keys and values in a layer, which {name} does in none"
         if use == "pool":
             return f"model must attend to keys and values in a layer, got {name} without any"
+        kept = f"{name} with {dict(Counter(x.keeps for x in layers))}"
+        return f"model must have layers that attend to keys and values, got {kept}"
     if use == "session" and keeps_states_elsewhere(model):
         return f"model must keep its recurrent states in a cache, which {name} does not"
     return ""
@@ -246,7 +249,13 @@ def _layers_used(model: Any) -> set[int] | None:
 
 
 def _specs(config: Any, name: str, used: set[int] | None, *, is_recurrent: bool) -> tuple[LayerSpec, ...]:
-    theirs = DynamicCache(config=config).layers
+    try:
+        theirs = DynamicCache(config=config).layers
+    except (AttributeError, KeyError) as error:
+        raise UnsupportedError(
+            f"model must have a configuration from which transformers makes a DynamicCache, got that of "
+            f"{name}: {error}"
+        ) from error
     theirs = theirs if used is None else theirs[: max(used) + 1]
     later = layers_of_later_passes(config)
     numbers = [*range(len(theirs)), *later]

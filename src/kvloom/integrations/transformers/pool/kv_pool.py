@@ -15,6 +15,7 @@ from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
+from kvloom.integrations.transformers.cache.trial import expect_causal
 from kvloom.integrations.transformers.fingerprint.scopes import scope_in
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.models.content import is_within
@@ -200,6 +201,7 @@ class KVPool(Recorder):
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         expect_use(model, "pool")
+        expect_causal(model)
         smoothing = smoothing_for(model, kv)
         format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, is_kept=True, policy=policy)

@@ -104,13 +104,10 @@ def continuous_batching(
     if state_interval is not None:
         expect_range("state_interval", state_interval, 1)
     wish = expect_wish(model, batch_invariant, pack, is_free=True)
-    _expect_served(model)
+    expect_served(model)
     cache_format(text_config_of(model), kv, values=values, layout=layout)  # raises for invalid formats
     if store is not None:
-        if stateful_layers_of(model) is not None:
-            raise UnsupportedError(
-                f"store must be None for a model with recurrent states, got {type(model).__name__}"
-            )
+        expect_stored(model)
         from kvloom.store.store import open_store
 
         store = open_store(store)
@@ -188,7 +185,7 @@ class _Init:
         )
 
 
-def _expect_served(model: PreTrainedModel) -> None:
+def expect_served(model: PreTrainedModel) -> None:
     """Raise UnsupportedError for models that transformers' continuous batching, or ours, does not support."""
     if Version(transformers.__version__) < Version(OLDEST):
         raise UnsupportedError(
@@ -215,6 +212,14 @@ def _expect_served(model: PreTrainedModel) -> None:
         )
     if getattr(model, "_device_mesh", None) is not None or getattr(model, "tp_size", None) not in (None, 1):
         raise UnsupportedError(f"model must be on one device, got tensor parallelism in {name}")
+
+
+def expect_stored(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError for models whose sessions have no store."""
+    if stateful_layers_of(model) is not None:
+        raise UnsupportedError(
+            f"store must be None for a model with recurrent states, got {type(model).__name__}"
+        )
 
 
 def _forget_session(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from kvloom.paging import PageRef
 from kvloom.store.below import StoreBelow
 from kvloom.store.readers import Readers
 from kvloom.store.store import KVStore
-from kvloom.store.tier import Piece
+from kvloom.store.tier import ReadPages
 from kvloom.store.transfer import layers_of
 
 _MOST: Final = 4
@@ -29,7 +29,7 @@ class Read(NamedTuple):
     """
 
     asked: tuple[str, int, list[int]]
-    pieces: Future[list[Piece]]
+    pieces: Future[list[ReadPages]]
 
 
 class Part(NamedTuple):
@@ -81,7 +81,7 @@ class SessionBelow(StoreBelow):
         read.pieces.cancel()
         self._ahead = {key: x for key, x in self._ahead.items() if x is not read}
 
-    def load(self, tokens: Sequence[int], start: int, salt: str) -> list[Piece]:
+    def load(self, tokens: Sequence[int], start: int, salt: str) -> list[ReadPages]:
         """Pieces that were read ahead if they match the arguments, else as in a pool."""
         read = self.now
         if read is None or read.asked != (salt, start, [*tokens]) or read.pieces.cancelled():
@@ -213,7 +213,7 @@ class StoreReads:
         return self._below[0].report()
 
 
-def _ends_text(piece: Piece, end: int) -> bool:
+def _ends_text(piece: ReadPages, end: int) -> bool:
     """Whether a segment with pages of one token, as ``StoreBelow.keep_part`` writes them, ends at ``end``."""
     run = piece.run
     return run.page_size == 1 and run.first + len(run.digests) == end

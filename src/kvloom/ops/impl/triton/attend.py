@@ -18,8 +18,8 @@ from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl.triton.attend_merge import merge_kernel
 from kvloom.ops.impl.triton.attend_plan import FEW, Lengths, make_plan, most_rows, most_splits
 from kvloom.ops.impl.triton.attend_tile import (
+    AttendForm,
     Bias,
-    Form,
     Joint,
     Partial,
     Query,
@@ -153,7 +153,7 @@ def launch_attend(
         reads_once = is_latent and key.bits == 0 and config.rows >= LEAST_SHARED_ROWS
         forms = [form for form in (key_form, rope_form, value_form) if form is not None]
         is_wide = any(x.is_wide for form in forms for x in (form.cache, form.scale))
-        form = Form(
+        form = AttendForm(
             key_form, rope_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, pairs,
             is_split, reads_once, 0 if config.rows < LEAST_WIDTH else 1, config.rows, config.tokens,
             config.num_stages, is_wide, LARGEST[query.dtype],

@@ -61,7 +61,7 @@ class Items(NamedTuple):
     count: Any
 
 
-class Plan(NamedTuple):
+class AttendPlan(NamedTuple):
     """All items of a call, int32.
 
     Attributes:
@@ -89,7 +89,7 @@ def make_plan(
     max_splits: int,
     tile_rows: tuple[int, int],
     device: torch.device,
-) -> Plan:
+) -> AttendPlan:
     """Launch the planning of a call.
 
     Args:
@@ -107,7 +107,7 @@ def make_plan(
     sizes = [few, few, 1, many, many, 1, rows, rows, sequences, 1]
     aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     parts = torch.empty(sum(aligned), dtype=torch.int32, device=device).split(aligned)
-    plan = Plan(Items(*parts[:3]), Items(*parts[3:6]), *parts[6:])
+    plan = AttendPlan(Items(*parts[:3]), Items(*parts[3:6]), *parts[6:])
     _plan_kernel[(sequences,)](
         lengths,
         plan,

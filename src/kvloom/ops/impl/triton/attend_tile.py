@@ -92,7 +92,7 @@ class SideForm:
 
 
 @dataclass(frozen=True)
-class Form:
+class AttendForm:
     """Compile-time constants of a call."""
 
     key_side: SideForm

@@ -1,0 +1,73 @@
+"""Write the table of docs/models.md: what each family of transformers keeps, and which uses it allows."""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.supports import USES, Support
+from kvloom.planning.model import AUTO_CLASSES
+from kvloom.planning.supports import support_of_config
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- written by scripts/list_models.py -->\n", "<!-- end -->\n"
+HEAD = "| `model_type` | layers keep | " + " | ".join(f"`{use}`" for use in USES) + " |\n"
+
+
+def families() -> list[str]:
+    """Names of the families that generate text, as ``model_type`` of a configuration."""
+    return [
+        name for name in CONFIG_MAPPING if any(CONFIG_MAPPING[name] in x._model_mapping for x in AUTO_CLASSES)
+    ]
+
+
+def support(name: str) -> Support | None:
+    """What a family keeps and allows by its default configuration; ``None`` if that makes no model."""
+    try:
+        return support_of_config(CONFIG_MAPPING[name]())
+    except UnsupportedError:
+        return None
+    except Exception:  # the defaults of some configurations are refused by these themselves
+        return None
+
+
+def row(name: str, found: Support, reasons: list[str]) -> str:
+    """Row of a family; reasons that are new are appended to ``reasons``."""
+    cells = []
+    for why in found.why_not.values():
+        why = why.replace(found.model, "it").replace(
+            f"transformers {transformers.__version__}", "transformers"
+        )
+        if why and why not in reasons:
+            reasons.append(why)
+        cells.append(f"no[^{reasons.index(why) + 1}]" if why else "yes")
+    keeps = "; ".join(f"{count} {words}" for words, count in found.layers.items())
+    return f"| `{name}` | {keeps or 'nothing'} | {' | '.join(cells)} |\n"
+
+
+def table(names: Sequence[str]) -> str:
+    """The table of some families, and the reasons below it."""
+    reasons: list[str] = []
+    found: dict[str, Any] = {name: support(name) for name in names}
+    rows = [row(name, x, reasons) for name, x in sorted(found.items()) if x is not None]
+    unknown = sorted(name for name, x in found.items() if x is None)
+    notes = [f"[^{i}]: {why}\n" for i, why in enumerate(reasons, 1)]
+    said = f"With transformers {transformers.__version__}, {len(rows)} families by default configurations.\n"
+    left = "Default configurations of which no model can be made here: " + ", ".join(
+        f"`{x}`" for x in unknown
+    )
+    rule = "| --- " * (2 + len(USES)) + "|\n"
+    return f"\n{said}\n{HEAD}{rule}{''.join(rows)}\n{left}.\n\n{''.join(notes)}\n"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + BEGIN + table(families()) + END + rest.split(END)[1], encoding="utf-8")
