@@ -118,7 +118,7 @@ build/lmcache/.ready: Makefile
 	@touch $@
 
 # Real clients: libraries that ask `kvloom serve`, TRL that trains with its sessions, and kvpress. Each environment has
-# what .venv has, and over it what is said here; kvpress with the older transformers that it needs.
+# what .venv has, and over it what is said here; kvpress with transformers 4, as it needs one before 5.3.
 test-clients: build/clients/.ready build/kvpress/.ready
 	@set -e; for name in clients kvpress; do \
 	    echo "client $$name"; \
@@ -132,7 +132,7 @@ build/clients/.ready build/kvpress/.ready: $(READY) Makefile
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE))')" > \
 	    "$$($(@D)/bin/python -c $(SITE))/over.pth"
 	$(BIN)/python $(PIP) freeze | grep -E '^(torch|numpy)==' > $(@D)/constraints.txt
-	$(if $(filter %/clients/.ready,$@),$(BIN)/python $(PIP) freeze | grep '^transformers==' >> $(@D)/constraints.txt)
+	$(if $(filter %/clients/.ready,$@),$(BIN)/python $(PIP) freeze | grep '^transformers==',echo transformers==4.57.6) >> $(@D)/constraints.txt
 	$(@D)/bin/python $(PIP) install --constraint $(@D)/constraints.txt $(foreach name,$(INSTALLED),'$(name)')
 	@touch $@
 

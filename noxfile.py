@@ -12,7 +12,7 @@ from pathlib import Path
 import nox
 
 TORCH = shlex.split(os.environ.get("TORCH", "torch==2.13.0"))
-TRANSFORMERS = ["4.57.6", "5.3.0", "5.12.0", "5.15.0", "5.19.0", "5.21.0", "5.23.0", "5.24.0"]
+TRANSFORMERS = ["4.57.6", "5.19.0", "5.21.0", "5.23.0", "5.24.0"]
 TORCHES = ["2.10.0", "2.15.0"]
 """The oldest that pyproject.toml allows and the newest."""
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
@@ -62,7 +62,7 @@ def torch(session: nox.Session, version: str) -> None:
     alone = {"PIP_CONSTRAINT": "/dev/null"}  # a machine may have constraints of its own on torch
     session.install(f"torch=={version}", env=alone)
     session.install(*BUILD)
-    session.install(f"torch=={version}", "transformers>=4.57", "rich", "xxhash", *TESTING, env=alone)
+    session.install(f"torch=={version}", "transformers>=5.19", "rich", "xxhash", *TESTING, env=alone)
     session.install(*UNBUILT, "--force-reinstall", "--no-deps", "./model", ".")
     session.run("python", "scripts/smoke.py", env=library)
     # Without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
@@ -73,7 +73,7 @@ def torch(session: nox.Session, version: str) -> None:
 @nox.session(python=PYTHONS)
 def wheel(session: nox.Session) -> None:
     """The wheel of dist, which ``make wheel`` builds, with another Python and a torch of its own."""
-    session.install(*TORCH, "transformers>=4.57", "rich", "xxhash")
+    session.install(*TORCH, "transformers>=5.19", "rich", "xxhash")
     others = ["tests/contracts/test_imports.py", "tests/core", "tests/paging"]
     try_wheel(session, ["tests/test_tiny.py", "tests/test_cli.py", *others])
 

@@ -32,10 +32,10 @@ class Point(NamedTuple):
 
     names: tuple[str, ...]
     file: str
-    since: str = "4.57"
+    since: str = "4.57.6"
 
 
-def _members(owner: str, members: str, file: str, since: str = "4.57") -> list[Point]:
+def _members(owner: str, members: str, file: str, since: str = "4.57.6") -> list[Point]:
     return [Point((f"{owner}.{member}",), file, since) for member in members.split()]
 
 
@@ -136,19 +136,16 @@ POINTS: Final = [
 ]
 
 
-OF_SESSIONS = (f"{_OURS}/session/", f"{_OURS}/isolation.py", "serving/")
-"""Files that need a transformers with sessions."""
-
-
 def imports() -> Iterator[Point]:
     """What the sources import from transformers by name."""
     found: dict[str, Point] = {}
     for path in sorted(SOURCES.rglob("*.py")):
         file = path.relative_to(SOURCES).as_posix()
-        since = "5.19" if any(x in file for x in OF_SESSIONS) else "4.57"
+        is_of_sessions = "session/" in file or file.startswith("serving/")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
                 for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                    since = "5.19" if is_of_sessions or "ContinuousBatching" in name else "4.57.6"
                     found.setdefault(name, Point((name,), file, since))
     yield from found.values()
 

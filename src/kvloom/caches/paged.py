@@ -224,7 +224,8 @@ class PagedLayer(Layer):
         start, end = self.num_tokens, self.num_tokens + key.shape[2]
         if residual.previous is not None and end > start:
             known = residual.previous.known(start, exact.device, is_read=True)
-            residual.is_exact = [*residual.previous.is_exact] or residual.is_exact
+            for row, old in zip(residual.rows, residual.previous.rows, strict=False):  # none before a text
+                row.is_exact = old.is_exact
             newest, columns = self._store_beyond_window(key, value, exact, residual)
             return Exact(Tokens(newest.view, columns), self.sequences.format.recent, known)
         columns = residual.place(max(start - (residual.window or 0) + 1, 0), end, exact, end - start)

@@ -14,8 +14,9 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
-from kvloom.caches.prefix_group import Below, GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import Below, PrefixGroup
 from kvloom.caches.prefixes import Prefixes
+from kvloom.caches.row import Row
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import Storage
 from kvloom.core.checks import expect_range
@@ -36,7 +37,7 @@ class PrefixSequence:
 
     __slots__ = ("groups", "num_cached", "num_shared", "salt", "stored", "tokens")
 
-    def __init__(self, tokens: list[int], salt: str, groups: list[GroupTable], num_layers: int) -> None:
+    def __init__(self, tokens: list[int], salt: str, groups: list[Row], num_layers: int) -> None:
         self.tokens = tokens
         self.salt = salt
         self.groups = groups
@@ -204,7 +205,7 @@ class PrefixCache:
         events, num_pages = self.pages.pool.events, prefixes.num_known(text, salt)
         num_tokens, request = num_pages * prefixes.page_size, 0 if events is None else events.request
         tables = prefixes.hold(text, salt, num_tokens, held, request)
-        groups = [GroupTable(table, num_pages - table.num_pages) for table in tables]
+        groups = [Row(table, num_pages - table.num_pages) for table in tables]
         sequence = self._keep(PrefixSequence(ids, salt, groups, len(self.windows)))
         sequence.num_shared = prefixes.num_shared(text, salt)
         return sequence

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.batching import HAS_SESSIONS, session
+from oracles.batching import session
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvloom
@@ -19,6 +19,7 @@ from kvloom.caches import CacheFormat, PrefixCache
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.transformers import KVCache, continuous_batching
 from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.ops.impl import cpu
 
 NUM_LAYERS, NUM_TOKENS, ROWS = 12, 70, 4
@@ -104,7 +105,7 @@ def fixed(kv: str) -> Step:
     return in_cache(kv, static=True, max_tokens=128)
 
 
-SESSIONS = pytest.mark.skipif(not HAS_SESSIONS, reason="this transformers has no sessions")
+SESSIONS = pytest.mark.skipif(IS_4, reason="this transformers has no sessions")
 # Functions a layer: what was counted, and a tenth. A session and PrefixCache have several rows.
 MOST = {
     in_cache: {"auto": 26, "int8": 30, "int4": 47},

@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch
 
 from kvloom.caches import CacheFormat, Pages
-from kvloom.caches.prefix_group import GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import PrefixGroup
+from kvloom.caches.row import Row
 from kvloom.caches.states import StateSpec
 from kvloom.caches.storage import Storage
 from kvloom.integrations.transformers.models.layer_specs import windows_of
@@ -57,7 +58,7 @@ class SessionGroup(PrefixGroup):
         """Allocate pages before findable pages are evicted."""
         self.growing.grow(num_pages)
 
-    def extend(self, held: GroupTable, past: int, end: int) -> bool:
+    def extend(self, held: Row, past: int, end: int) -> bool:
         """Take pages for the tokens of a request from ``past`` to ``end``; false if there are too few.
 
         Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.prefix_group import GroupTable
+from kvloom.caches.row import Row
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.session.groups import SessionGroup
 
@@ -49,7 +49,7 @@ class Step:
         self,
         lengths: Sequence[tuple[int, int]],
         groups: Sequence[SessionGroup],
-        tables: Sequence[Sequence[GroupTable]],
+        tables: Sequence[Sequence[Row]],
     ) -> None:
         storages = [next(iter(group.storages.values())) for group in groups]
         device = storages[0].device
