@@ -167,7 +167,10 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _has_states(self) -> bool:
-        return any(isinstance(x, StatefulLayer) for x in self.layers)
+        for layer in self.layers:  # a loop, since each step asks
+            if isinstance(layer, StatefulLayer):
+                return True
+        return False
 
     @property
     def _longest(self) -> int:
