@@ -14,7 +14,7 @@ TOKENS ?= 128
 WORKERS ?= 2
 ARCH :=
 VERSION :=
-MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.19.0 5.21.0 5.23.0 5.24.0
+MATRIX ?= 4.57.6 5.19.0 5.21.0 5.23.0 5.24.0
 PYTHONS ?= 3.10 3.11 3.12 3.13
 # The oldest that pyproject.toml allows and the newest. A version alone is one of these, not what .venv gets.
 TORCHES ?= 2.10.0 2.15.0
@@ -69,7 +69,7 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
+.PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
     test-hosts asan asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install release \
     test-pythons check format bench bench-gpu bench-vllm clean
 
@@ -78,6 +78,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# What has no model, no process and no compiler: after each change, then the folder of what was changed.
+quick: $(READY)
+	$(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	    -m 'not model and not process and not compile' $(ARGS)
 
 # Each bug of tests/mutants in a copy of the sources: the tests that it names must fail. ARGS='NAME ...' for some. One
 # in csrc is compiled, beside objects in build/mutants that are compiled once.
@@ -131,7 +136,7 @@ build/lmcache/.ready: Makefile
 	@touch $@
 
 # Real clients: libraries that ask `kvloom serve`, TRL that trains with its sessions, and kvpress. Each environment has
-# what .venv has, and over it what is said here; kvpress with the older transformers that it needs.
+# what .venv has, and over it what is said here; kvpress with transformers 4, as it needs one before 5.3.
 test-clients: build/clients/.ready build/kvpress/.ready
 	@set -e; for name in clients kvpress; do \
 	    echo "client $$name"; \
@@ -145,7 +150,7 @@ build/clients/.ready build/kvpress/.ready: $(READY) Makefile
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE))')" > \
 	    "$$($(@D)/bin/python -c $(SITE))/over.pth"
 	$(BIN)/python $(PIP) freeze | grep -E '^(torch|numpy)==' > $(@D)/constraints.txt
-	$(if $(filter %/clients/.ready,$@),$(BIN)/python $(PIP) freeze | grep '^transformers==' >> $(@D)/constraints.txt)
+	$(if $(filter %/clients/.ready,$@),$(BIN)/python $(PIP) freeze | grep '^transformers==',echo transformers==4.57.6) >> $(@D)/constraints.txt
 	$(@D)/bin/python $(PIP) install --constraint $(@D)/constraints.txt $(foreach name,$(INSTALLED),'$(name)')
 	@touch $@
 
@@ -247,7 +252,7 @@ test-torch: $(addprefix .venv-torch-,$(TORCHES))
 	$(BIN)/python -m venv $@
 	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$*
 	$@/bin/python $(PIP) install $(BUILD)
-	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$* 'transformers>=4.57' rich xxhash \
+	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$* 'transformers>=5.19' rich xxhash \
 	    pytest pytest-xdist hypothesis
 
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and two of each of
@@ -304,7 +309,7 @@ test-pythons: wheel
 	    if ! python$$version -c '' 2>/dev/null; then echo "no python$$version on this machine"; continue; fi; \
 	    echo "Python $$version"; env=.venv-python-$$version$(if $(BARE),-bare); \
 	    test -x $$env/bin/python || python$$version -m venv $$env; \
-	    $(if $(BARE),,$$env/bin/python $(PIP) install $(TORCH) 'transformers>=4.57' rich xxhash;) \
+	    $(if $(BARE),,$$env/bin/python $(PIP) install $(TORCH) 'transformers>=5.19' rich xxhash;) \
 	    $$env/bin/python $(PIP) install pytest hypothesis; \
 	    $$env/bin/python $(PIP) install --force-reinstall --no-deps dist/*.whl; \
 	    $$env/bin/kvloom --version; \

@@ -6,12 +6,15 @@ import copy
 import pickle
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from oracles.interrupts import interrupted
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
 from kvloom.paging import PagePool, PageRef, PrefixTree, check
+from kvloom.paging.odds import NUM_KINDS, NUM_USES, Odds
+from kvloom.paging.remembered import FAR, NEAR
 from kvloom.paging.worth import WorthOrder
 
 
@@ -38,6 +41,10 @@ def use(
     end(pool, tree.insert(tokens, found + pool.take(len(tokens) - len(found)), salt))
     check(pool, tree, [], held)
     return len(found)
+
+
+def uses_of(pool: PagePool, ref: PageRef) -> int:
+    return order(pool)._texts.uses[order(pool)._sealed[ref.id]]
 
 
 def order(pool: PagePool) -> WorthOrder:
@@ -91,10 +98,8 @@ def test_a_page_that_is_back_is_known() -> None:
         use(pool, tree, [1, 2])
         for first in range(10, 30, 2):
             use(pool, tree, [first, first + 1])
-    uses = {text.digest: text.uses for text in [*order(pool)._near.values(), *order(pool)._far.values()]}
     use(pool, tree, [1, 2])
-    text = order(pool)._sealed[tree.match([1, 2])[0].id]
-    assert text.uses > 1 and text.uses >= uses.get(text.digest, 0)
+    assert uses_of(pool, tree.match([1, 2])[0]) == NUM_USES  # and it was evicted between any two
 
 
 def test_texts_of_two_salts_are_told_apart() -> None:
@@ -104,7 +109,7 @@ def test_texts_of_two_salts_are_told_apart() -> None:
     assert tree.evict(1) == 1
     use(pool, tree, [1], "b")
     use(pool, tree, [1], "a")
-    assert [order(pool)._sealed[tree.match([1], salt)[0].id].uses for salt in "ab"] == [3, 1]
+    assert [uses_of(pool, tree.match([1], salt)[0]) for salt in "ab"] == [3, 1]
 
 
 def test_memory_is_bounded_by_the_pages() -> None:
@@ -112,8 +117,10 @@ def test_memory_is_bounded_by_the_pages() -> None:
     for first in range(0, 20_000, 5):
         use(pool, tree, range(first, first + 5))
     worth = order(pool)
-    assert len(worth._sealed) == 20
-    assert len(worth._near) <= 20 + 5 and len(worth._far) <= 7 * 20 + 5
+    assert worth.num_sealed == len(worth._sealed) == 20
+    assert worth._texts.lengths[NEAR] <= 20 + 5 and worth._texts.lengths[FAR] <= 7 * 20 + 5
+    assert len(worth._texts.pages) <= 9 * 20 + 10
+    assert sum(map(len, worth._texts._parts)) <= 8 * 20 + 10
     assert sum(map(len, worth._cells.values())) <= 20
     assert sum(map(len, worth._rests)) <= 8 * 20 + 1024
 
@@ -178,3 +185,31 @@ def test_no_eviction_costs_more_in_a_larger_pool() -> None:
             end(pool, tree.insert([i], pool.take(1)))
         longest.append(lines)
     assert longest[1] < 1.5 * longest[0]
+
+
+def test_no_eviction_learns_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_judged, judge = 0, Odds._judge
+
+    def count(*args: Any) -> None:
+        nonlocal num_judged
+        num_judged += 1
+        judge(*args)
+
+    monkeypatch.setattr(Odds, "_judge", count)
+    pool, tree = make(500)
+    most = total = 0
+    for i in range(8000):
+        if not pool.num_free:
+            tree.evict(1)
+            most, total, num_judged = max(most, num_judged), total + num_judged, 0
+        end(pool, tree.insert([i], pool.take(1)))
+    assert most == 1 and total >= NUM_KINDS
+
+
+def test_what_is_remembered_is_in_small_dicts() -> None:
+    """A dict of all of it took long each time that it grew."""
+    pool, tree = make(2000)
+    for i in range(30_000):
+        end(pool, tree.insert([i], pool.take(1)))
+    sizes = [len(part) for part in order(pool)._texts._parts]
+    assert sum(sizes) > 7 * 2000 and max(sizes) < 4 * sum(sizes) / len(sizes)

@@ -169,18 +169,21 @@ def _sealed(pool: PagePool) -> set[int]:
 def _check_worth(pool: PagePool, worth: WorthOrder) -> None:
     """Check that the eviction order has each sealed page, with its parent, children and state."""
     sealed = _sealed(pool)
-    if worth._sealed.keys() != sealed:
-        raise StateError(f"sealed are {sorted(sealed)}, ranked {sorted(worth._sealed)}")
+    ranked = {page: text for page, text in enumerate(worth._sealed) if text >= 0}
+    if ranked.keys() != sealed or worth.num_sealed != len(sealed):
+        raise StateError(f"sealed are {sorted(sealed)}, ranked {sorted(ranked)}, counted {worth.num_sealed}")
     children = Counter(pool._parents)
     listed = {id(rest) for heap in worth._cells.values() for _, rest in heap}
-    for page, text in worth._sealed.items():
-        above = None if pool._parents[page] < 0 else pool._parents[page]
-        if (text.page, text.parent, text.children) != (page, above, children[page]):
+    texts = worth._texts
+    for page, text in ranked.items():
+        found = texts.pages[text], texts.parents[text], texts.children[text]
+        if found != (page, pool._parents[page], children[page]):
             raise StateError(
-                f"page {page} has parent {above} and {children[page]} children, ranked as page "
-                f"{text.page} with parent {text.parent} and {text.children}"
+                f"page {page} has parent {pool._parents[page]} and {children[page]} children, "
+                f"ranked as page, parent and children {found}"
             )
-        if (text.rest is not None) != (not pool._counts[page]):
-            raise StateError(f"page {page} is ranked as if it were {'not ' * (text.rest is None)}evictable")
-        if text.rest is not None and not text.children and id(text.rest) not in listed:
+        rest = texts.rests[text]
+        if (rest is not None) != (not pool._counts[page]):
+            raise StateError(f"page {page} is ranked as if it were {'not ' * (rest is None)}evictable")
+        if rest is not None and not texts.children[text] and id(rest) not in listed:
             raise StateError(f"page {page} has no children, and can never go")

@@ -1,6 +1,6 @@
 """Estimate of how likely an idle page is used again, counted by its kind and its idle time."""
 
-from typing import Final
+from typing import Any, Final
 
 NUM_USES: Final = 4
 """Number of use counts that are distinguished; the last stands for all higher ones."""
@@ -23,35 +23,48 @@ class Odds:
             at index ``age * NUM_KINDS + kind``.
     """
 
-    __slots__ = ("entered", "used", "worth")
+    __slots__ = ("_learning", "_odds", "_worth", "entered", "used", "worth")
 
     def __init__(self) -> None:
         num_ages = len(LIMITS) - 1
         self.entered = [[0.0] * num_ages for _ in range(NUM_KINDS)]
         self.used = [[0.0] * num_ages for _ in range(NUM_KINDS)]
-        self.worth = [0.0] * (NUM_KINDS * num_ages)
+        self.worth = self._worth = [0.0] * (NUM_KINDS * num_ages)
+        self._learning: list[tuple[int, list[float], list[float]]] = []  # kinds to judge, and their counts
+        self._odds: list[float] = []  # of all kinds, by age
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        self.__init__()  # type: ignore[misc]
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
     def learn(self, kept: float) -> None:
-        """Update ``worth`` from the counts, and scale these by ``kept``."""
-        num_ages = 1 + max(
-            (age for entered in self.entered for age, count in enumerate(entered) if count), default=0
-        )
-        num_ages = min(num_ages + 2, len(LIMITS) - 1)
-        odds = []
-        for age in range(num_ages):
-            entered, used = sum(x[age] for x in self.entered), sum(x[age] for x in self.used)
-            odds.append((used + _PRIOR_PAGES * _PRIOR) / (entered + _PRIOR_PAGES))
-        for kind in range(NUM_KINDS):
-            self._judge(kind, odds)
-            self.entered[kind] = [kept * x for x in self.entered[kind]]
-            self.used[kind] = [kept * x for x in self.used[kind]]
+        """Begin to make ``worth`` anew from the present counts, and scale these by ``kept``."""
+        end = len(LIMITS) - 1
+        while end > 1 and not any(entered[end - 1] for entered in self.entered):
+            end -= 1
+        end = min(end + 2, len(LIMITS) - 1)
+        counts = [[x[:end] for x in of_kinds] for of_kinds in (self.entered, self.used)]
+        self._odds = [
+            (sum(used) + _PRIOR_PAGES * _PRIOR) / (sum(entered) + _PRIOR_PAGES)
+            for entered, used in zip(*(zip(*x, strict=True) for x in counts), strict=True)
+        ]
+        self._learning, self._worth = [*zip(range(NUM_KINDS), *counts, strict=True)], self.worth.copy()
+        for of_kind in (*self.entered, *self.used):
+            of_kind[:end] = [kept * x for x in of_kind[:end]]
 
-    def _judge(self, kind: int, odds: list[float]) -> None:
+    def go_on(self) -> None:
+        """Judge one more kind after ``learn``; the last one makes all count."""
+        if self._learning:
+            self._judge(*self._learning.pop())
+            if not self._learning:
+                self.worth = self._worth
+
+    def _judge(self, kind: int, entered: list[float], used: list[float]) -> None:
         """Best rate of hits from each age until any later one: slopes of a convex hull, from the end."""
-        entered, used = self.entered[kind], self.used[kind]
         time, hits, left = 0.0, 0.0, 1.0  # left: share of idle pages not used so far
         points = [(time, hits)]
-        for age, of_all in enumerate(odds):
+        for age, of_all in enumerate(self._odds):
             here = min((used[age] + _KIND_PAGES * of_all) / (entered[age] + _KIND_PAGES), 0.999)
             time += left * (LIMITS[age + 1] - LIMITS[age]) * (1 - here / 2)
             hits += left * here
@@ -64,5 +77,5 @@ class Odds:
                 hull[-2][1] - hull[-1][1]
             ) * (hull[-1][0] - time):
                 hull.pop()
-            self.worth[NUM_KINDS * age + kind] = (hull[-1][1] - hits) / (hull[-1][0] - time)
+            self._worth[NUM_KINDS * age + kind] = (hull[-1][1] - hits) / (hull[-1][0] - time)
             hull.append((time, hits))

@@ -5,13 +5,15 @@ fixed order suits all, so the pool counts how often pages are used again. The di
 remembered for a while, to see whether the page would have been used.
 """
 
+from array import array
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from heapq import heappop, heappush
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from kvloom.paging.odds import LIMITS, NUM_KINDS, NUM_USES, Odds
+from kvloom.paging.remembered import FAR, NEAR, Texts
 
 _MEMORY: Final = 8
 """Number of remembered pages for each sealed page."""
@@ -23,18 +25,9 @@ _AT_ONCE: Final = 64
 
 
 class _Text:
-    """Text of a page that is in the pool or remembered. Pages are named by their ids."""
+    """Text of a page as an earlier release pickled it."""
 
     __slots__ = ("children", "digest", "is_recent", "page", "parent", "rest", "uses")
-
-    def __init__(self, digest: int) -> None:
-        self.digest = digest
-        self.page: int | None = None
-        self.parent: int | None = None
-        self.children = 0  # sealed pages
-        self.uses = 0  # number of times that it became idle, up to ``NUM_USES``
-        self.rest: _Rest | None = None  # while it is idle, or evicted and remembered
-        self.is_recent = False  # LRU would still have it
 
 
 class _Rest:
@@ -47,7 +40,7 @@ class _Rest:
 
     def __init__(self, kind: int, number: int, start: int) -> None:
         self.kind, self.number, self.start = kind, number, start
-        self.texts: list[_Text] = []
+        self.texts = array("q")
         self.first = 0
         self.num_left = 0  # number of pages that were not used since
         self.age = -1  # last age that ``Odds`` has counted
@@ -66,16 +59,16 @@ class WorthOrder:
     """
 
     __slots__ = (
-        "_above", "_asked", "_cells", "_clock", "_counted", "_counting", "_far", "_follows_use", "_lost",
-        "_near", "_num_rests", "_odds", "_open", "_rests", "_room", "_sealed", "_slack",
+        "_above", "_asked", "_cells", "_clock", "_counted", "_counting", "_follows_use", "_lost",
+        "_num_rests", "_odds", "_open", "_rests", "_room", "_sealed", "_slack", "_texts", "num_sealed",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self._sealed: dict[int, _Text] = {}  # by page
-        self._near: OrderedDict[int, _Text] = OrderedDict()  # pages that LRU would have, by digest
-        self._far: OrderedDict[int, _Text] = OrderedDict()  # pages that LRU would have evicted, by digest
-        self._room = 0  # size of ``_near``: number of sealed pages at the last eviction
-        self._slack: float = inf  # size at which ``_near`` is trimmed, a little more
+        self._texts = Texts()
+        self._sealed = array("q")  # text of each page; -1 if it is not sealed
+        self.num_sealed = 0
+        self._room = 0  # length of ``NEAR``: number of sealed pages at the last eviction
+        self._slack: float = inf  # length at which ``NEAR`` is trimmed, a little more
         self._clock = 0  # number of pages that became idle
         self._counted = 0  # clock when ``_count`` last ended
         self._counting: tuple[int, int] | None = None  # age that it counts, and the clock when it began
@@ -84,10 +77,34 @@ class WorthOrder:
         self._cells: dict[int, list[tuple[int, _Rest]]] = {}  # heaps of evictable rests, by age and kind
         self._num_rests = 0
         self._open: _Rest | None = None  # rest to which the next parent can be added
-        self._above: int | None = None  # id of that parent
+        self._above = -1  # id of that parent
         self._lost = 0.0  # hits that LRU would have had more, with decay
         self._asked = 0.0  # pages asked for, with decay
         self._follows_use = False  # evict in LRU order
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        own = state[1]
+        if "_near" in own:
+            self._read_objects(own)
+            return
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def _read_objects(self, old: dict[str, Any]) -> None:
+        """Read what an earlier release pickled: what was learned, and pages, whose ages begin anew."""
+        WorthOrder.__init__(self)
+        self._odds = old["_odds"]
+        for page, text in old["_sealed"].items():
+            self.seal(page, None, (text.digest,))
+            own = self._sealed[page]
+            self._texts.digests[own], self._texts.children[own] = text.digest, text.children
+            self._texts.parents[own] = -1 if text.parent is None else text.parent
+            self._texts.uses[own] = max(text.uses - 1, 0)
+        for text in (*old["_far"].values(), *old["_near"].values()):
+            if text.page is not None and text.rest is not None:
+                self.rest(text.page)
+        for name in ("_lost", "_asked", "_follows_use"):
+            setattr(self, name, old[name])
 
     def seal(self, page: int, parent: int | None, content: tuple[object, ...]) -> None:
         """Add an active page that was sealed.
@@ -97,65 +114,62 @@ class WorthOrder:
             parent: Id of the sealed page before it.
             content: Salt and tokens of the page.
         """
-        if parent is None:
-            digest = hash(content)
-        else:
+        texts, digest = self._texts, hash(content)
+        if parent is not None:
             above = self._sealed[parent]
-            above.children += 1
-            digest = hash((above.digest, content))
-        text = self._near.get(digest) or self._far.get(digest)
-        if text is None:
-            text = _Text(digest)
-        elif text.page is not None:  # two texts with one digest
-            text = _Text(hash((digest, page, self._clock)))
+            texts.children[above] += 1
+            digest = hash((texts.digests[above], content))
+        text = texts.find(digest)
+        if text >= 0 and texts.pages[text] >= 0:  # two texts with one digest
+            text, digest = -1, hash((digest, page, self._clock))
+        if text < 0:
+            text = texts.new(digest)
         else:
-            self._lost += text.is_recent
+            self._lost += texts.lists[text] == NEAR
             self._used(text)
         self._asked += 1
-        text.page, text.parent, text.children = page, parent, 0
+        texts.pages[text], texts.parents[text] = page, -1 if parent is None else parent
+        texts.children[text] = 0
+        self._sealed.extend([-1] * (page + 1 - len(self._sealed)))
         self._sealed[page] = text
+        self.num_sealed += 1
 
     def rest(self, page: int) -> None:
         """Record that a page became idle, after its children."""
-        text = self._sealed[page]
+        texts, text = self._texts, self._sealed[page]
         self._clock += 1
-        uses = text.uses
+        uses = texts.uses[text]
         if uses < NUM_USES:
-            text.uses = uses = uses + 1
-        kind = 2 * uses - (1 if text.children else 2)
+            texts.uses[text] = uses = uses + 1
+        kind = 2 * uses - (1 if texts.children[text] else 2)
         rest = self._open
         if rest is None or page != self._above or rest.kind != kind:
             self._open = rest = _Rest(kind, self._num_rests, self._clock)
             self._num_rests += 1
             self._rests[0].append(rest)
-            if not text.children:
+            if not texts.children[text]:
                 self._list(rest, 0)
         rest.texts.append(text)
         rest.num_left += 1
-        text.rest = rest
-        self._above = text.parent
-        if text.is_recent:
-            self._near.move_to_end(text.digest)
-        else:
-            self._far.pop(text.digest, None)
-            self._near[text.digest] = text
-            text.is_recent = True
-            if len(self._near) > self._slack:
-                self._forget()
+        texts.rests[text] = rest
+        self._above = texts.parents[text]
+        texts.move(text, NEAR)
+        if texts.lengths[NEAR] > self._slack:
+            self._forget()
 
     def wake(self, page: int) -> None:
         """Record that an idle page is used again."""
         text = self._sealed[page]
         self._asked += 1
-        self._lost -= not text.is_recent
+        self._lost -= self._texts.lists[text] != NEAR
         self._used(text)
 
     def evict(self, num_pages: int) -> list[int]:
         """Evict ``num_pages`` idle pages, or all if there are fewer; each comes after its children."""
         self._open = None
-        if not num_pages or not self._sealed:
+        if not num_pages or not self.num_sealed:
             return []
-        self._room = len(self._sealed)
+        self._room = self.num_sealed
         self._slack = self._room + self._room // 64
         self._forget()
         is_due = self._clock - self._counted >= min(max(self._room // 4, 1024), self._counted // 2)
@@ -163,6 +177,7 @@ class WorthOrder:
             self._counting = len(LIMITS) - 2, self._clock
         if self._counting is not None:
             self._count(_AT_ONCE * num_pages)
+        self._odds.go_on()
         self._grow_older(_AT_ONCE * num_pages)
         limit = _LEAD * max(self._asked, 4 * self._room)
         self._lost = max(self._lost, -limit)
@@ -184,27 +199,30 @@ class WorthOrder:
 
     def _empty(self, rest: _Rest, num_pages: int, gone: list[int]) -> None:
         """Evict pages of a rest until ``gone`` has ``num_pages``, or no other can be evicted now."""
+        texts = self._texts
         while rest.first < len(rest.texts):
             text = rest.texts[rest.first]
-            page, parent = text.page, text.parent
-            if page is None or text.rest is not rest:
+            page, parent = texts.pages[text], texts.parents[text]
+            if texts.rests[text] is not rest or page < 0:
                 rest.first += 1
                 continue
-            if text.children:
+            if texts.children[text]:
                 break  # children are evicted first
             if len(gone) == num_pages:
                 return
             rest.first += 1
             gone.append(page)
-            del self._sealed[page]
-            text.page = None
-            if not text.is_recent and text.digest not in self._far:
+            self._sealed[page] = texts.pages[text] = -1
+            self.num_sealed -= 1
+            if texts.lists[text] < 0:
                 self._lose(text)
-            if parent is not None:
+                texts.drop(text)
+            if parent >= 0:
                 above = self._sealed[parent]
-                above.children -= 1
-                if not above.children and above.rest is not None and above.rest is not rest:
-                    self._list(above.rest, bisect_right(LIMITS, self._clock - above.rest.start) - 1)
+                texts.children[above] -= 1
+                other = texts.rests[above]
+                if not texts.children[above] and other is not None and other is not rest:
+                    self._list(other, bisect_right(LIMITS, self._clock - other.start) - 1)
         rest.is_listed = False
 
     def _list(self, rest: _Rest, age: int) -> None:
@@ -226,20 +244,21 @@ class WorthOrder:
             if not heap:
                 del self._cells[cell]
 
-    def _used(self, text: _Text) -> None:
+    def _used(self, text: int) -> None:
         """Count the use of a page that was idle or evicted."""
-        rest, self._open = text.rest, None
+        rest, self._open = self._texts.rests[text], None
         if rest is not None:
             if rest.checked != self._clock:
                 self._age(rest)
             self._odds.used[rest.kind][rest.age] += 1
             self._lose(text)
 
-    def _lose(self, text: _Text) -> None:
+    def _lose(self, text: int) -> None:
         """Remove a page from its rest."""
-        if text.rest is not None:
-            text.rest.num_left -= 1
-            text.rest = None
+        rest: _Rest | None = self._texts.rests[text]
+        if rest is not None:
+            rest.num_left -= 1
+            self._texts.rests[text] = None
 
     def _age(self, rest: _Rest) -> None:
         """Count the ages that a rest has reached."""
@@ -273,12 +292,12 @@ class WorthOrder:
 
     def _forget(self) -> None:
         """Trim the pages that LRU would have, and forget those that it would have evicted long ago."""
-        near, far = self._near, self._far
-        while len(near) > self._room:
-            digest, text = near.popitem(last=False)
-            text.is_recent = False
-            far[digest] = text
-        while len(far) > (_MEMORY - 1) * self._room:
-            _, text = far.popitem(last=False)
-            if text.page is None:
+        texts = self._texts
+        while texts.lengths[NEAR] > self._room:
+            texts.move(texts.first(NEAR), FAR)
+        while texts.lengths[FAR] > (_MEMORY - 1) * self._room:
+            text = texts.first(FAR)
+            texts.move(text, -1)
+            if texts.pages[text] < 0:
                 self._lose(text)
+                texts.drop(text)
