@@ -16,7 +16,7 @@ from kvloom.caches.page_slots import PageSlots, are_longer
 from kvloom.caches.pages import Pages, Run
 from kvloom.caches.row import Row
 from kvloom.caches.storage import Storage
-from kvloom.caches.token_index import Step, TokenIndex
+from kvloom.caches.token_index import AlignedStep, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.paging import PageRef, PageTable
@@ -37,7 +37,7 @@ class Placement:
         pages: Pages and tensors that hold the tokens.
         window: Tokens that a token sees, itself included; ``None`` for all.
         rollback: Tokens kept beyond the window.
-        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` has the first
+        is_required: Whether all that a window shows must be there. Otherwise ``step.known`` has the first
             valid column.
         is_recording: Whether what the window evicts is kept until tokens are removed.
         previous: The state before the step, if the step's tokens alone fill the window.
@@ -52,7 +52,7 @@ class Placement:
         self.previous: Placement | None = None
         self.rows: list[Row] = []
         self.num_positions = 0
-        self.step: Step | None = None
+        self.step: AlignedStep | None = None
         self._slots: dict[tuple[int, torch.device], tuple[list[int], PageSlots]] = {}
         self._tokens: dict[tuple[int, int, int, int, torch.device], TokenIndex] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
@@ -129,7 +129,7 @@ class Placement:
             self._tokens[start, end, num_new, stride, device] = found
         return found
 
-    def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> Step:
+    def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> AlignedStep:
         """Step that stores positions ``start .. end``, and whose attention reads ``visible``."""
         step = self.step
         if step is None or step[:3] != (start, end, storage.stride) or step.visible is not visible:
@@ -146,7 +146,7 @@ class Placement:
                 slots = torch.tensor(found, dtype=torch.int64, device=storage.device)
             known = None if self.is_required else self.known(start, storage.device, is_read=end > start)
             positions = self._positions(start, end, storage)
-            self.step = step = Step(start, end, storage.stride, slots, positions, visible, known)
+            self.step = step = AlignedStep(start, end, storage.stride, slots, positions, visible, known)
         return step
 
     def advance(self) -> bool:
@@ -159,13 +159,13 @@ class Placement:
         """
         return advance([self])
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: AlignedStep) -> None:
         for row in self.rows:
             row.table.fill(1)
         self._tokens.clear()
         self.step, self.num_positions = step, step.end
 
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> AlignedStep | None:
         """Step after the last one, whose slots and lengths are larger by 1; ``None`` if it is not so easy."""
         last, window = self.step, self.window
         if last is None or last.end != self.num_positions or last.end - last.start != 1:
@@ -181,7 +181,7 @@ class Placement:
                 return None  # nor has an empty table room: each sequence has begun
         visible = last.visible.longer(is_sliding=window is not None and last.end >= window)
         positions = None if last.positions is None else last.positions + 1
-        return Step(last.end, last.end + 1, last.stride, last.slots + 1, positions, visible)
+        return AlignedStep(last.end, last.end + 1, last.stride, last.slots + 1, positions, visible)
 
     def _positions(self, start: int, end: int, storage: Storage) -> Tensor | None:
         """Positions of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""
@@ -304,7 +304,7 @@ class Placement:
 
 def advance(groups: Sequence[Placement]) -> bool:
     """``Placement.advance`` of rows in several groups, in all or in none."""
-    steps = list[Step]()
+    steps = list[AlignedStep]()
     for rows in groups:
         if (step := rows._next_step()) is None:
             return False

@@ -190,7 +190,10 @@ class KVCache(StatefulCache):
     @property
     def is_compileable(self) -> bool:
         """Whether layers have fixed storage; transformers makes masks that hide its free slots only if so."""
-        return any(isinstance(x.pages, FixedLayer) for x in self._own_layers)
+        for layer in self._own_layers:
+            if isinstance(layer.pages, FixedLayer):
+                return True
+        return False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -219,7 +222,7 @@ class KVCache(StatefulCache):
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, FixedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
         end = pages.num_tokens + key_states.shape[2]
-        if pages.sequences.num_positions >= end or len(self._cache.sequences) == 1:
+        if pages.sequences.num_positions >= end or self._cache.sequences == pages.all_sequences:
             return layer.update(key_states, value_states)
         with self._cache.reserving(pages, key_states.shape[0], end):
             return layer.update(key_states, value_states)
@@ -249,7 +252,7 @@ class KVCache(StatefulCache):
             if self._has_states and not torch.compiler.is_compiling():
                 self._begin_forward(self._longest_own)
         length, offset = super().get_mask_sizes(*args, **kwargs)
-        if is_of_all and len(self.sequences) > 1:
+        if is_of_all and len(self._cache.sequences) > 1:
             expect_maskable(self, length, layer_idx)
         return length, offset
 
