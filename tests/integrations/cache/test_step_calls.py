@@ -111,7 +111,7 @@ MOST = {
     in_cache: {"auto": 23, "int8": 27, "int4": 40},
     fixed: {"auto": 68, "int8": 73, "int4": 104},
     in_session: {"auto": 146, "int8": 153, "int4": 180},
-    in_prefix_cache: {"auto": 283, "int8": 283, "int4": 283},
+    in_prefix_cache: {"auto": 187, "int8": 187, "int4": 187},
 }
 
 
