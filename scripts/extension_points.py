@@ -32,10 +32,10 @@ class Point(NamedTuple):
 
     names: tuple[str, ...]
     file: str
-    since: str = "4.57"
+    since: str = "4.57.6"
 
 
-def _members(owner: str, members: str, file: str, since: str = "4.57") -> list[Point]:
+def _members(owner: str, members: str, file: str, since: str = "4.57.6") -> list[Point]:
     return [Point((f"{owner}.{member}",), file, since) for member in members.split()]
 
 
@@ -47,49 +47,51 @@ _CACHE: Final = "transformers.cache_utils.Cache"
 POINTS: Final = [
     *_members(_GENERATION, "_prepare_cache_for_generation", f"{_OURS}/enabling.py"),
     *_members(_GENERATION, "_validate_generation_mode", f"{_OURS}/assisted.py"),
-    *_members(_MODEL, "set_attn_implementation", f"{_OURS}/held_attention.py"),
-    *_members(_GENERATION, "init_continuous_batching", f"{_OURS}/batching/__init__.py", "5.19"),
+    *_members(_MODEL, "set_attn_implementation", f"{_OURS}/attention/held.py"),
+    *_members(_GENERATION, "init_continuous_batching", f"{_OURS}/session/__init__.py", "5.19"),
     *_members(
-        _GENERATION, "destroy_cached_continuous_batching_manager", f"{_OURS}/batching/__init__.py", "5.19"
+        _GENERATION, "destroy_cached_continuous_batching_manager", f"{_OURS}/session/__init__.py", "5.19"
     ),
-    *_members(_MODEL, "_can_set_attn_implementation", f"{_OURS}/batching/__init__.py"),
-    Point(("transformers.PretrainedConfig:_attn_implementation_internal",), f"{_OURS}/layers.py"),
+    *_members(_MODEL, "_can_set_attn_implementation", f"{_OURS}/session/__init__.py"),
+    Point(("transformers.PretrainedConfig:_attn_implementation_internal",), f"{_OURS}/cache/layers.py"),
     Point(
         (
             "transformers.modeling_outputs.BaseModelOutputWithPast.cache",
             "transformers.modeling_outputs.BaseModelOutputWithPast.past_key_values",
         ),
-        f"{_OURS}/cache_argument.py",
+        f"{_OURS}/models/cache_argument.py",
     ),
     Point(
         (f"{_CACHE}.get_mask_sizes(query_length)", f"{_CACHE}.get_mask_sizes(cache_position)"),
-        f"{_OURS}/cache.py",
+        f"{_OURS}/cache/kv_cache.py",
     ),
     Point(
         (f"{_CACHE}.get_query_offset(layer_idx)", f"{_CACHE}.get_seq_length(layer_idx)"),
-        f"{_OURS}/lengths.py",
+        f"{_OURS}/cache/lengths.py",
     ),
     Point(
         (f"{_CACHE}.update(key_states, value_states, layer_idx)",),
-        f"{_OURS}/cache.py",
+        f"{_OURS}/cache/kv_cache.py",
     ),
-    *_members("transformers.DynamicCache", "reorder_cache crop reset", f"{_OURS}/cache.py"),
-    Point(("transformers.DynamicCache:layers",), f"{_OURS}/build.py"),
-    *_members(_CACHE, "activate_past_recording update_recurrent_state", f"{_OURS}/stateful_cache.py", "5.19"),
-    *_members("transformers.cache_utils", "DummyLayer", f"{_OURS}/build.py", "5.24"),
+    *_members("transformers.DynamicCache", "reorder_cache crop reset", f"{_OURS}/cache/kv_cache.py"),
+    Point(("transformers.DynamicCache:layers",), f"{_OURS}/models/layer_specs.py"),
+    *_members(
+        _CACHE, "activate_past_recording update_recurrent_state", f"{_OURS}/cache/stateful_cache.py", "5.19"
+    ),
+    *_members("transformers.cache_utils", "DummyLayer", f"{_OURS}/models/layer_specs.py", "5.24"),
     *_members(
         "transformers.cache_utils",
         "DynamicLayer DynamicSlidingWindowLayer",
-        f"{_OURS}/build.py",
+        f"{_OURS}/models/layer_specs.py",
     ),
     *_members(
         "transformers.cache_utils",
         "DynamicIndexedLayer LinearAttentionLayer LinearAttentionCacheLayerMixin",
-        f"{_OURS}/build.py",
+        f"{_OURS}/models/layer_specs.py",
         "5.19",
     ),
     *_members(
-        "transformers.cache_utils", "LinearAttentionAndFullAttentionLayer", f"{_OURS}/layers.py", "5.19"
+        "transformers.cache_utils", "LinearAttentionAndFullAttentionLayer", f"{_OURS}/cache/layers.py", "5.19"
     ),
     *_members(
         "transformers.AttentionInterface",
@@ -100,32 +102,32 @@ POINTS: Final = [
     *_members(
         f"{BATCHING}.continuous_api.ContinuousBatchingManager",
         "switch_to_cb_friendly_attn stop add_request join _create_batch_processor _generation_step",
-        f"{_OURS}/batching/manager.py",
+        f"{_OURS}/session/manager.py",
         "5.19",
     ),
     *_members(
         f"{BATCHING}.continuous_api.ContinuousBatchProcessor",
         "_handle_request_error reset",
-        f"{_OURS}/batching/manager.py",
+        f"{_OURS}/session/manager.py",
         "5.19",
     ),
     *_members(
         f"{BATCHING}.scheduler.Scheduler",
         "add_waiting_request schedule_batch(token_budget,cache_budget) finish_request "
         "clear_cancelled_requests _infer_request_tokens _get_waiting_candidates",
-        f"{_OURS}/batching/scheduler.py",
+        f"{_OURS}/session/scheduler.py",
         "5.19",
     ),
     *_members(
         f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessor",
         "fill_defaults prepare_tensor_args",
-        f"{_OURS}/batching/sampling.py",
+        f"{_OURS}/session/sampling.py",
         "5.19",
     ),
     *_members(
         f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessorList",
         "prepare_tensor_args",
-        f"{_OURS}/batching/prompt_scores.py",
+        f"{_OURS}/session/prompt_scores.py",
         "5.19",
     ),
     *_members(
@@ -139,10 +141,11 @@ def imports() -> Iterator[Point]:
     found: dict[str, Point] = {}
     for path in sorted(SOURCES.rglob("*.py")):
         file = path.relative_to(SOURCES).as_posix()
-        since = "5.19" if "batching/" in file or file.startswith("serving/") else "4.57"
+        is_of_sessions = "session/" in file or file.startswith("serving/")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
                 for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                    since = "5.19" if is_of_sessions or "ContinuousBatching" in name else "4.57.6"
                     found.setdefault(name, Point((name,), file, since))
     yield from found.values()
 

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 # Read when torch is loaded. Threads that spin while they wait take the cores from the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -23,6 +24,11 @@ from kvloom import ops
 # A shell's jobs in the background ignore Ctrl-C, and tests raise it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+TESTS = Path(__file__).parent
+OF_MODELS = ("benchmarks", "clients", "integrations", "measuring", "serving", "test_examples.py")
+"""Where tests compute with whole models of transformers."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("browser"):
             item.add_marker("process")
             item.add_marker(NEEDS_BROWSER)
+        if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).parts[0] in OF_MODELS:
+            item.add_marker("model")
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("campaign")
 

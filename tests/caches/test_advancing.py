@@ -11,7 +11,7 @@ from caches.mixed import DIM, HEADS, INT4, RECENT, smoothing, tokens
 from oracles.bits import assert_same_bits
 
 from kvloom.caches import Cache, CacheFormat, PagedLayer, Sequences, paged
-from kvloom.caches.token_index import Step
+from kvloom.caches.token_index import AlignedStep
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import OutOfPages, ShapeError
 from kvloom.paging import PageTable
@@ -39,7 +39,7 @@ def begun_afresh(layer: PagedLayer) -> None:
     layer.sequences.step = None
 
 
-def assert_same_step(first: Step | None, second: Step | None) -> None:
+def assert_same_step(first: AlignedStep | None, second: AlignedStep | None) -> None:
     assert first is not None
     assert second is not None
     assert torch.equal(first.slots, second.slots)

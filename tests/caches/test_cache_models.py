@@ -88,6 +88,7 @@ def test_padding_stays_hidden() -> None:
     torch.testing.assert_close(logits[0], logits[1])
 
 
+@pytest.mark.compile
 def test_static_steps_compile_once() -> None:
     model, steps = TinyModel(), 8
     cache = Cache.static(20, LAYERS)

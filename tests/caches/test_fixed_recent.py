@@ -67,6 +67,7 @@ def test_masks_say_what_newest_tokens_are_seen() -> None:
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compile
 def test_every_step_is_one_graph() -> None:
     layer, eager = FixedLayer(FORMAT), FixedLayer(FORMAT)
     for x in (layer, eager):

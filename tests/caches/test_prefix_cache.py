@@ -14,7 +14,8 @@ from oracles.interrupts import interrupted
 from torch import Tensor
 
 from kvloom import QuantSpec, Scores, ops
-from kvloom.caches import CacheFormat, PrefixCache, PrefixSequence
+from kvloom.caches import CacheFormat, PrefixCache, PrefixSequence, prefix
+from kvloom.caches.step import Step
 from kvloom.errors import ArgumentError, OutOfMemory, OutOfPages, ShapeError, StateError
 from kvloom.ops.impl import cpu
 from kvloom.quant.affine import dequantize, quantize
@@ -142,6 +143,23 @@ def test_attention_over_shared_pages_equals_dense_attention() -> None:
             query[2 * i : 2 * i + 2].transpose(0, 1), key, -key, attn_mask=(ago <= 0) & (ago > -7)
         )
         torch.testing.assert_close(out[2 * i : 2 * i + 2], expected.transpose(0, 1))
+
+
+def test_a_step_is_made_by_its_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other layers use it again, until the tables have other pages."""
+    cache, made = make(), list[list[tuple[int, int]]]()
+    monkeypatch.setattr(prefix, "Step", lambda lengths, *of: made.append(lengths) or Step(lengths, *of))
+    sequence = started(cache, [1, 2, 3, 4, 5, 6])
+    for layer in range(LAYERS):
+        cache.attend(content(sequence, layer, 4, 6), [sequence], layer)
+    assert made == [[(0, 6)], [(4, 2)]]
+    fork = cache.fork(sequence)
+    cache.truncate(sequence, 4)
+    cache.extend(sequence, [7, 8])
+    write(cache, sequence, commit=False)
+    assert made[2:] == [[(4, 2)]]
+    for own in (sequence, fork):
+        assert_own(cache, own)
 
 
 def test_a_step_that_failed_in_one_layer_is_not_shared() -> None:

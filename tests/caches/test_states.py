@@ -10,7 +10,7 @@ import torch
 from oracles.allocations import Refusing
 from torch import Tensor
 
-from kvloom.caches.prefix_group import GroupTable
+from kvloom.caches.row import Row
 from kvloom.caches.states import StatePages, StateSpec
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.paging import check
@@ -35,13 +35,13 @@ def states(seed: int, rows: int = 2) -> dict[int, list[Tensor]]:
     }
 
 
-def write(pages: StatePages, seed: int, row: int, tokens: list[int], scope: str = "") -> GroupTable:
+def write(pages: StatePages, seed: int, row: int, tokens: list[int], scope: str = "") -> Row:
     held = pages.write(states(seed), row, tokens, scope)
     assert held is not None
     return held
 
 
-def find(pages: StatePages, tokens: list[int], scope: str = "") -> GroupTable | None:
+def find(pages: StatePages, tokens: list[int], scope: str = "") -> Row | None:
     held = pages.group.new_table()
     found = pages.group.tree.match(tokens, scope)
     held.table.adopt(found)

@@ -42,6 +42,7 @@ def attend(cache: Cache, query: Tensor, key: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen)
 
 
+@pytest.mark.compile
 def test_every_step_is_one_graph_whatever_the_length() -> None:
     layer = StaticSlidingWindowLayer(WINDOW)
     layer.allocate(2, 2, 8, 8, torch.float32)

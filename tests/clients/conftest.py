@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import transformers
-from packaging.version import Version
 
-from kvloom.integrations.transformers.session import OLDEST
+from kvloom.integrations.transformers.versions import IS_4
 
 KEY = "KEY1"
 
-if Version(transformers.__version__) < Version(OLDEST):
+if IS_4:
     collect_ignore = ["test_server.py"]
 
 

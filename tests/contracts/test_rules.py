@@ -1,4 +1,4 @@
-"""What ``make check`` says of sizes and names, and that an exception which nothing needs is an error."""
+"""What ``make check`` says of sizes and names, and a hook of the messages of commits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def script(name: str) -> Any:
     return module
 
 
-rules = script("rules")
+rules, commit_message = script("rules"), script("commit_message")
 PYTHON = '''"""A docstring
 of two lines."""
 
@@ -118,3 +118,22 @@ def test_a_decision_has_a_number_of_its_own() -> None:
     for name in names:
         title = (ROOT / "docs" / "decisions" / name).read_text(encoding="utf-8").partition("\n")[0]
         assert title.startswith(f"# {int(name[:4])}. "), name
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("pools: refuse salts that are no text\n\nWhy.\n", []),
+        ("caches, plan: say once where a page begins\n\nWhy.\n# Please enter the message\n", []),
+        ("Merge branch 'main'\n", []),
+        ("pools: refuse salts\n# Please enter the message\n", ["the body must say why"]),
+        ("pools: refuse salts.\n\nWhy.", ["the subject must end without a period"]),
+        ("refuse salts\n\nWhy.", ["the subject must be `area: verb object`, got 'refuse salts'"]),
+        ("pools: refuse salts\nWhy.", ["the line after the subject must be empty"]),
+        (f"pools: {'x' * 66}\n\nWhy.", ["the subject must have at most 72 characters, got 73"]),
+        ("", ["the subject must be", "the body must say why"]),
+    ],
+)
+def test_a_message_of_a_commit_can_be_read_later(message: str, expected: list[str]) -> None:
+    found = commit_message.problems(message)
+    assert len(found) == len(expected) and all(map(str.startswith, found, expected))

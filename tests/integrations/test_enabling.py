@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from oracles.language_models import make_model, make_prompts
-from packaging.version import Version
 from torch._dynamo.exc import Unsupported
 from transformers import (
     BartConfig,
@@ -28,7 +27,8 @@ from transformers import (
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, continuous_batching, disable, enable
-from kvloom.integrations.transformers.session import OLDEST, SESSIONS
+from kvloom.integrations.transformers.session import SESSIONS
+from kvloom.integrations.transformers.versions import IS_4
 
 STEPS = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -136,6 +136,7 @@ def test_a_cache_implementation_of_the_caller_wins() -> None:
     assert generate(model, prompts(), use_cache=False).past_key_values is None
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("how", "kv", "options"),
     [
@@ -167,6 +168,7 @@ def test_a_compiled_model_gives_the_same_tokens(how: str, kv: str, options: dict
     assert torch.equal(found, expected)
 
 
+@pytest.mark.compile
 def test_one_graph_with_pages_says_what_to_use_instead() -> None:
     model, ids = make_model(num_layers=1), prompts()["input_ids"][:1]
     enable(model)
@@ -180,9 +182,7 @@ def test_one_graph_with_pages_says_what_to_use_instead() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version(OLDEST), reason="sessions are of later versions"
-)
+@pytest.mark.skipif(IS_4, reason="sessions are of later versions")
 @pytest.mark.parametrize("order", ["enable", "enable sessions none", "sessions enable none"])
 def test_transformers_own_sessions_begin_as_before(order: str) -> None:
     model, ids = make_model("eager"), prompts()["input_ids"][:1]

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from oracles.batching import HAS_SESSIONS
 from oracles.changes import adapted_model
 from oracles.language_models import make_model
 
@@ -16,6 +15,7 @@ from kvloom.integrations.transformers import isolation
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.isolation import Check, check_isolation
 from kvloom.integrations.transformers.pool.origin import Origin
+from kvloom.integrations.transformers.versions import IS_4
 
 
 def problems(model: Any) -> set[str]:
@@ -44,7 +44,7 @@ def test_states_that_are_not_told_apart_are_found(monkeypatch: pytest.MonkeyPatc
     assert problems(make_model()) == {
         "a hook",
         "another scaling",
-        *(["a session, a hook"] if HAS_SESSIONS else []),
+        *([] if IS_4 else ["a session, a hook"]),
         "a weight was written",
         "a weight was written, the same text",
         "the weight was restored",
@@ -69,7 +69,7 @@ def test_the_command_prints_what_was_tried(
     told = json.loads(capsys.readouterr().out)
     assert told["is_isolated"]
     assert {"name": "the same text", "expected": 20, "actual": 20, "problem": ""} in told["checks"]
-    names = {"a hook", "a weight was written"} | ({"a session"} if HAS_SESSIONS else set())
+    names = {"a hook", "a weight was written"} | ({"a session"} if not IS_4 else set())
     assert {x["name"] for x in told["checks"]} >= names
     wrong = Check("the same text", 20, 0, "0 tokens were found")
     monkeypatch.setattr(isolation, "check_isolation", lambda model, kv: [wrong])

@@ -288,6 +288,7 @@ def test_nothing_that_counts_is_named(after: int) -> None:
         kvloom.quality(make_model(), texts_of(1, 4), after=after)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -127,6 +127,7 @@ def test_call_that_is_refused_writes_nothing(backend: str) -> None:
     assert bool((out == 7).all())
 
 
+@pytest.mark.compile
 def test_compiled_call_writes_it() -> None:
     case = make_case([3, 1], [9, 4], head_dim=32)
     batch = case.batch()

@@ -31,6 +31,7 @@ def test_backward_through_attention_is_refused(backend: str, kind: Kind) -> None
     assert case.query.grad is None
 
 
+@pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own call
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backward_through_compiled_attention_is_refused(backend: str) -> None:

@@ -150,6 +150,7 @@ def test_operators_pass_opcheck(kind: Kind) -> None:
         assert set(torch.library.opcheck(operator, (*arguments, *more)).values()) == {"SUCCESS"}
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(cpu.WHY_NOT is not None, reason=str(cpu.WHY_NOT))
 def test_it_compiles() -> None:
     case, batch = latent_case(), latent_case().batch()

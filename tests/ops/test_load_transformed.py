@@ -231,6 +231,7 @@ def test_opcheck(pairs: int | None, block: int) -> None:
     torch.library.opcheck(schemas.load_transformed, given)
 
 
+@pytest.mark.compile
 def test_it_compiles() -> None:
     view, smoothing = filled("B S H D", INT8, head_dim=16).view(), smoothing_of(16, 3)
 

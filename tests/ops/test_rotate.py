@@ -81,6 +81,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(schemas.rotate, (x, 8))
 
 
+@pytest.mark.compile
 def test_it_compiles() -> None:
     x = torch.randn(2, 3, 16)
     compiled = torch.compile(lambda x: ops.rotate(x, 16) + 1, backend="eager", fullgraph=True)

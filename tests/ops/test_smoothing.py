@@ -292,6 +292,7 @@ def test_opcheck(pairs: int, block: int) -> None:
     torch.library.opcheck(schemas.smooth_query, (keys(5, 4, 16), gain, *arrays[:2], block))
 
 
+@pytest.mark.compile
 def test_it_compiles() -> None:
     smoothing, x = smoothing_of(16, 3, 2), keys(5, 2, 16)
 

@@ -291,6 +291,7 @@ def test_opcheck(pairs: int | None, block: int) -> None:
     torch.library.opcheck(schemas.store_transformed, given)
 
 
+@pytest.mark.compile
 def test_it_compiles() -> None:
     fused, stepped = twins("B S H D", INT8, head_dim=16)
     smoothing, x, views = smoothing_of(16, 3, 2), keys(5, 2, 16), (fused.view(), stepped.view())

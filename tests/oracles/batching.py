@@ -9,14 +9,9 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from transformers import GenerationConfig
 
 from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.session import OLDEST
-
-HAS_SESSIONS = Version(transformers.__version__) >= Version(OLDEST)
-"""Whether this transformers has continuous batching that is supported."""
 
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 

@@ -1,6 +1,6 @@
 """Presses, which evict tokens layer by layer, and what they are tried with.
 
-kvpress 0.5 needs transformers below 5.3, so it is no dependency of these tests; ``make test-clients`` has it
+kvpress 0.5 needs a transformers below 5.3, so it is no dependency here; ``make test-clients`` has it
 in an environment of its own. The presses here do what its own do: a hook of each attention layer takes keys
 and values from the cache and assigns those that it keeps.
 """

@@ -7,10 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
-import transformers
-from packaging.version import Version
 
-from kvloom.integrations.transformers.session import OLDEST
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.serving import PACKAGES
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ NEEDS_PACKAGES = [
 
 NEEDS_PILLOW = ["test_picture_requests.py", "test_pictures.py"]
 
-if MISSING or Version(transformers.__version__) < Version(OLDEST):
+if MISSING or IS_4:
     collect_ignore = [*NEEDS_PACKAGES, *NEEDS_PILLOW]
 elif find_spec("PIL") is None:
     collect_ignore = NEEDS_PILLOW

@@ -9,7 +9,7 @@ from store.reading import read_states
 from kvloom import ops
 from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.format import kept_as
-from kvloom.caches.prefix_group import GroupTable
+from kvloom.caches.row import Row
 from kvloom.caches.storage import Storage
 from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
@@ -78,11 +78,11 @@ def test_a_reader_written_from_the_document_reads_what_attention_reads(
             assert torch.equal(found, expected.float())
 
 
-def held_by(pages: Pages) -> GroupTable:
+def held_by(pages: Pages) -> Row:
     """A table of all pages."""
     table = PageTable(pages.pool, pages.format.page_size)
     table.adopt(pages.pool.take(9))
-    return GroupTable(table)
+    return Row(table)
 
 
 @KINDS

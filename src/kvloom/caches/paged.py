@@ -19,7 +19,7 @@ from kvloom.caches.placement import advance
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.sequences import Sequences, reserving
 from kvloom.caches.storage import Storage
-from kvloom.caches.token_index import BLOCK, PARTIAL, Step, TokenIndex
+from kvloom.caches.token_index import BLOCK, PARTIAL, AlignedStep, TokenIndex
 from kvloom.caches.tokens import Exact, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
@@ -224,13 +224,14 @@ class PagedLayer(Layer):
         start, end = self.num_tokens, self.num_tokens + key.shape[2]
         if residual.previous is not None and end > start:
             known = residual.previous.known(start, exact.device, is_read=True)
-            residual.is_exact = [*residual.previous.is_exact] or residual.is_exact
+            for row, old in zip(residual.rows, residual.previous.rows, strict=False):  # none before a text
+                row.is_exact = old.is_exact
             newest, columns = self._store_beyond_window(key, value, exact, residual)
             return Exact(Tokens(newest.view, columns), self.sequences.format.recent, known)
         columns = residual.place(max(start - (residual.window or 0) + 1, 0), end, exact, end - start)
         return self._store_exact(exact, key, value, residual.begin(start, end, exact, columns))
 
-    def _store_exact(self, exact: Storage, key: Tensor, value: Tensor, step: Step) -> Exact:
+    def _store_exact(self, exact: Storage, key: Tensor, value: Tensor, step: AlignedStep) -> Exact:
         """Store new tokens in the slots of a step of the residual window; return what attention reads."""
         if key.requires_grad or value.requires_grad:
             key, value = detached(key), detached(value)

@@ -6,7 +6,6 @@ its padding is longer than the others' tokens so far.
 """
 
 from collections.abc import Iterable, Sequence
-from math import lcm
 from typing import Literal
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from kvloom.caches.format import CacheFormat, num_exact
 from kvloom.caches.page_slots import PageSlots, are_longer
 from kvloom.caches.pages import Pages, Run
+from kvloom.caches.row import Row
 from kvloom.caches.storage import Storage
-from kvloom.caches.token_index import PARTIAL, Step, TokenIndex
+from kvloom.caches.token_index import AlignedStep, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.paging import PageRef, PageTable
@@ -37,28 +37,22 @@ class Placement:
         pages: Pages and tensors that hold the tokens.
         window: Tokens that a token sees, itself included; ``None`` for all.
         rollback: Tokens kept beyond the window.
-        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` has the first
+        is_required: Whether all that a window shows must be there. Otherwise ``step.known`` has the first
             valid column.
-        is_exact: For each sequence of a residual window, whether it had every token that was to be read from
-            it.
         is_recording: Whether what the window evicts is kept until tokens are removed.
         previous: The state before the step, if the step's tokens alone fill the window.
-        begins: Position of the first token of each sequence; after the last one if it has not begun.
+        rows: Pages of each sequence. One that has not begun begins after the last position.
         num_positions: Positions so far, those included that the window has evicted.
         step: The step of the last tokens.
     """
 
     def __init__(self, pages: Pages, window: int | None, rollback: int, *, is_required: bool) -> None:
         self.pages, self.window, self.rollback, self.is_required = pages, window, rollback, is_required
-        self.is_exact: list[bool] = []
         self.is_recording = False
         self.previous: Placement | None = None
-        self.begins: list[int] = []
+        self.rows: list[Row] = []
         self.num_positions = 0
-        self.step: Step | None = None
-        self._tables: list[PageTable] = []
-        self._first: list[int] = []  # position of the first token that each sequence holds
-        self._stale: list[int] = []  # residual window: tokens before this position are read as codes
+        self.step: AlignedStep | None = None
         self._slots: dict[tuple[int, torch.device], tuple[list[int], PageSlots]] = {}
         self._tokens: dict[tuple[int, int, int, int, torch.device], TokenIndex] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
@@ -79,8 +73,8 @@ class Placement:
     @property
     def most_pages(self) -> int:
         """Most pages that one sequence of a window takes: what it keeps before a step, and after it."""
-        size, held = self.format.page_size, (self.window or 0) - 1 + self.rollback
-        return 2 * -(-(held + size - 1) // size)
+        size = self.format.page_size
+        return 2 * -(-(self._num_held + size - 1) // size)
 
     @property
     def storages(self) -> dict[int, Storage]:
@@ -90,7 +84,7 @@ class Placement:
     @property
     def size(self) -> int:
         """B; 0 before the first ``reserve``."""
-        return len(self._tables)
+        return len(self.rows)
 
     @property
     def num_pages_held(self) -> int:
@@ -100,7 +94,12 @@ class Placement:
     @property
     def tables(self) -> tuple[PageTable, ...]:
         """The pages of each sequence."""
-        return tuple(self._tables)
+        return tuple([row.table for row in self.rows])
+
+    @property
+    def begins(self) -> list[int]:
+        """Position of the first token of each sequence; after the last one if it has not begun."""
+        return [row.begin for row in self.rows]
 
     def place(self, start: int, end: int, storage: Storage, num_new: int = 0) -> TokenIndex:
         """Slots of positions ``start .. end`` in a storage; the same object until something changes.
@@ -115,25 +114,26 @@ class Placement:
         stride, device, size = storage.stride, storage.device, self.format.page_size
         found = self._tokens.get((start, end, num_new, stride, device))
         if found is None:
-            before = [self._num_before(b, end - num_new) for b in range(self.size)]
+            before = [row.num_before(end - num_new) for row in self.rows]
             known, slots = self._slots.get((stride, device), (None, None))
             if slots is None or known != before:
-                after = [self._num_after(b) for b in range(self.size)]
-                slots = PageSlots(self.pages, self._tables, storage, before, after)
+                after = [self._num_after(row) for row in self.rows]
+                slots = PageSlots(self.pages, self.tables, storage, before, after)
                 if len(self._slots) > _FEW:
                     self._slots.clear()  # of strides before the storages grew
                 self._slots[stride, device] = before, slots
             index = CacheIndex(slots.follow(), None, size)
-            bases = [first - n * size for first, n in zip(self._first, before, strict=True)]
-            found = TokenIndex.of(index, bases, start, end, self._first, self.begins)
+            firsts = self.first_held(0)
+            bases = [first - n * size for first, n in zip(firsts, before, strict=True)]
+            found = TokenIndex.of(index, bases, start, end, firsts, self.begins)
             self._tokens[start, end, num_new, stride, device] = found
         return found
 
-    def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> Step:
+    def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> AlignedStep:
         """Step that stores positions ``start .. end``, and whose attention reads ``visible``."""
         step = self.step
         if step is None or step[:3] != (start, end, storage.stride) or step.visible is not visible:
-            if (end - start) * len(self._tables) > _FEW:
+            if (end - start) * self.size > _FEW:
                 slots = self.place(start, end, storage, end - start).own_slots()
             else:
                 found = [
@@ -141,12 +141,12 @@ class Placement:
                         self.pages.slot(table, position - first, storage) if position >= first else -1
                         for position in range(start, end)
                     ]
-                    for table, first in zip(self._tables, self._first, strict=True)
+                    for table, first in zip(self.tables, self.first_held(0), strict=True)
                 ]
                 slots = torch.tensor(found, dtype=torch.int64, device=storage.device)
             known = None if self.is_required else self.known(start, storage.device, is_read=end > start)
             positions = self._positions(start, end, storage)
-            self.step = step = Step(start, end, storage.stride, slots, positions, visible, known)
+            self.step = step = AlignedStep(start, end, storage.stride, slots, positions, visible, known)
         return step
 
     def advance(self) -> bool:
@@ -159,13 +159,13 @@ class Placement:
         """
         return advance([self])
 
-    def _take(self, step: Step) -> None:
-        for table in self._tables:
-            table.fill(1)
+    def _take(self, step: AlignedStep) -> None:
+        for row in self.rows:
+            row.table.fill(1)
         self._tokens.clear()
         self.step, self.num_positions = step, step.end
 
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> AlignedStep | None:
         """Step after the last one, whose slots and lengths are larger by 1; ``None`` if it is not so easy."""
         last, window = self.step, self.window
         if last is None or last.end != self.num_positions or last.end - last.start != 1:
@@ -173,19 +173,21 @@ class Placement:
         if last.known is not None or last.visible.begins is not None or self.previous is not None:
             return None
         if window is not None and not self.is_recording and not self.pages.is_kept:
-            if any(self._num_evicted(last.end + 1, self._first)):
-                return None
-        if not all(table.has_room(1) for table in self._tables):
-            return None  # nor has an empty table room: each sequence has begun
+            for row in self.rows:
+                if row.num_passed(last.end + 1 - self._num_held):
+                    return None
+        for row in self.rows:
+            if not row.table.has_room(1):
+                return None  # nor has an empty table room: each sequence has begun
         visible = last.visible.longer(is_sliding=window is not None and last.end >= window)
         positions = None if last.positions is None else last.positions + 1
-        return Step(last.end, last.end + 1, last.stride, last.slots + 1, positions, visible)
+        return AlignedStep(last.end, last.end + 1, last.stride, last.slots + 1, positions, visible)
 
     def _positions(self, start: int, end: int, storage: Storage) -> Tensor | None:
         """Positions of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""
         if not (storage.needs_positions or self.pages.needs_positions):
             return None
-        if (end - start) * len(self._tables) <= _FEW:
+        if (end - start) * self.size <= _FEW:
             found = [[position - begin for position in range(start, end)] for begin in self.begins]
             return torch.tensor(found, dtype=torch.int64, device=storage.device).view(len(found), end - start)
         first = torch.tensor([start - begin for begin in self.begins], device=storage.device)
@@ -203,15 +205,16 @@ class Placement:
             ``[B]`` int64; ``None`` if all columns are valid.
         """
         column = max(start - (self.window or start) + 1, 0)
-        firsts = [max(pair) for pair in zip(self._first, self._stale, strict=True)]
+        firsts = [max(row.start, row.stale) for row in self.rows]
         missing = [
-            max(first - max(column, begin), 0) for begin, first in zip(self.begins, firsts, strict=True)
+            max(first - max(column, row.begin), 0) for row, first in zip(self.rows, firsts, strict=True)
         ]
         if is_read:
-            # A page that begins with unknown tokens is not shared, though a window of one token reads none.
-            unknown = [stale >= start > begin for stale, begin in zip(self._stale, self.begins, strict=True)]
-            rows = zip(self.is_exact, missing, unknown, strict=True)
-            self.is_exact = [was and not x and not y for was, x, y in rows]
+            for row, is_missing in zip(self.rows, missing, strict=True):
+                # A page that begins with unknown tokens is not shared, though a window of one token reads
+                # none.
+                if is_missing or row.stale >= start > row.begin:
+                    row.is_exact = False
         if not any(missing):
             return None
         return torch.tensor([max(first - column, 0) for first in firsts], device=device)
@@ -220,17 +223,19 @@ class Placement:
         """Contiguous span of each sequence's tokens, in evenly spaced extents; ``None`` if there is none."""
         if self._run == "unknown":
             # Sequences that begin together and lost the same number of tokens to the window.
-            is_even = not any(self.begins) and len(set(self._first)) <= 1 and self.previous is None
-            run = self.pages.run(self._tables) if is_even else None
-            self._run = None if run is None or not self._first else run._replace(first=self._first[0])
+            firsts = self.first_held(0)
+            is_even = not any(self.begins) and len(set(firsts)) <= 1 and self.previous is None
+            run = self.pages.run(self.tables) if is_even else None
+            self._run = None if run is None or not firsts else run._replace(first=firsts[0])
         return self._run
 
     def _run_after(self, ends: Sequence[tuple[int, PageRef | None]]) -> Run | Literal["unknown"] | None:
         """``_run`` after tables grew that had these ``ends_of`` them."""
         place = self.pages.pool.place
-        if not are_longer(self._tables, ends):
+        tables = self.tables
+        if not are_longer(tables, ends):
             return "unknown"
-        for table, (count, last) in zip(self._tables, ends, strict=True):
+        for table, (count, last) in zip(tables, ends, strict=True):
             if last is None:
                 return "unknown"
             extent, index = place(last.id)
@@ -241,7 +246,7 @@ class Placement:
     @property
     def has_own_pages(self) -> bool:
         """Whether no other sequence holds a page of these."""
-        return all(self.pages.pool.is_writable(ref) for table in self._tables for ref in table.pages)
+        return all(self.pages.pool.is_writable(ref) for table in self.tables for ref in table.pages)
 
     def expect_begun(self, counts: Sequence[int]) -> None:
         """Raise StateError if a sequence has not begun; ``counts`` of removed tokens are for the message."""
@@ -258,44 +263,22 @@ class Placement:
             self.expect_begun(counts)
         if self.window is None or not self.is_required or self._reaches_previous(counts):
             return
-        for b, (begin, first, count) in enumerate(zip(self.begins, self._first, counts, strict=True)):
-            kept = max(self.num_positions - count, begin)
-            if max(kept - self.window + 1, begin) < min(kept, first):
+        for b, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
+            kept = max(self.num_positions - count, row.begin)
+            if max(kept - self.window + 1, row.begin) < min(kept, row.start):
                 raise StateError(
-                    f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, as the "
-                    f"window of {self.window} has evicted what fewer would see, got {kept - begin}"
+                    f"sequence {b} must keep at least {row.start + self.window - 1 - row.begin} tokens, as "
+                    f"the window of {self.window} has evicted what fewer would see, got {kept - row.begin}"
                 )
 
-    def _num_before(self, b: int, position: int) -> int:
-        """Number of placeholder pages before those of sequence b in an index.
-
-        They make the index begin at or before ``position``, and at a multiple of ``PARTIAL`` tokens.
-        """
+    def _num_after(self, row: Row) -> int:
+        """Number of placeholder pages after those of a sequence: of tokens that a residual window lost."""
         size = self.format.page_size
-        aligned = lcm(PARTIAL, size)
-        evicted = (self._first[b] - self.begins[b]) % aligned
-        missing = max(self._first[b] - evicted - position, 0)
-        return (evicted + -(-missing // aligned) * aligned) // size
-
-    def _num_after(self, b: int) -> int:
-        """Number of placeholder pages after those of sequence b: of tokens that a residual window lost."""
-        size = self.format.page_size
-        missing = self.num_positions - self._first[b] - self._tables[b].num_pages * size
-        return max(-(-missing // size), 0)
-
-    def _in_pages(self, num_tokens: int) -> int:
-        """Number of the first ``num_tokens`` tokens of a text that are in full pages."""
-        return num_tokens // self.format.page_size * self.format.page_size
+        return max(-(-(self.num_positions - row.start) // size) - row.table.num_pages, 0)
 
     def first_held(self, position: int) -> list[int]:
         """First position at or after ``position`` that each sequence holds."""
-        return [max(first, position) for first in self._first]
-
-    @property
-    def first_pages(self) -> list[int]:
-        """Number of the first page that each sequence holds, counted from the start of its text."""
-        size = self.format.page_size
-        return [(first - begin) // size for begin, first in zip(self.begins, self._first, strict=True)]
+        return [max(row.start, position) for row in self.rows]
 
     def _reaches_previous(self, counts: Sequence[int]) -> bool:
         """Whether a removal ends before this step: ``previous`` still has all tokens of that time."""
@@ -303,16 +286,13 @@ class Placement:
             return False
         return max(self.num_positions - count for count in counts) <= self.previous.num_positions
 
-    def _num_evicted(self, end: int, first: Sequence[int]) -> list[int]:
-        """Tokens in whole pages that are outside the window and its rollback at position ``end``."""
-        size, hold = self.format.page_size, (self.window or 0) - 1 + self.rollback
-        return [max(end - hold - x, 0) // size * size for x in first]
+    @property
+    def _num_held(self) -> int:
+        """Number of last tokens that a window keeps before a step."""
+        return (self.window or 0) - 1 + self.rollback
 
-    def _hold(
-        self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int], num_positions: int
-    ) -> None:
-        self._tables[:], self.begins, self._first = tables, list(begin), list(first)
-        self.num_positions = num_positions
+    def _hold(self, rows: Sequence[Row], num_positions: int) -> None:
+        self.rows[:], self.num_positions = rows, num_positions
         self._changed()
 
     def _changed(self) -> None:
@@ -324,7 +304,7 @@ class Placement:
 
 def advance(groups: Sequence[Placement]) -> bool:
     """``Placement.advance`` of rows in several groups, in all or in none."""
-    steps = list[Step]()
+    steps = list[AlignedStep]()
     for rows in groups:
         if (step := rows._next_step()) is None:
             return False

@@ -14,9 +14,11 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
-from kvloom.caches.prefix_group import Below, GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import Below, PrefixGroup
 from kvloom.caches.prefixes import Prefixes
+from kvloom.caches.row import Row
 from kvloom.caches.saving import SavedStorage
+from kvloom.caches.step import GroupStep, Step
 from kvloom.caches.storage import Storage
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, ConfigError, StateError
@@ -36,7 +38,7 @@ class PrefixSequence:
 
     __slots__ = ("groups", "num_cached", "num_shared", "salt", "stored", "tokens")
 
-    def __init__(self, tokens: list[int], salt: str, groups: list[GroupTable], num_layers: int) -> None:
+    def __init__(self, tokens: list[int], salt: str, groups: list[Row], num_layers: int) -> None:
         self.tokens = tokens
         self.salt = salt
         self.groups = groups
@@ -126,6 +128,7 @@ class PrefixCache:
         self._residuals = [len(groups) + i for i in self._codes] if residuals else []
         self.prefixes = Prefixes(groups + residuals)
         self._sequences: dict[PrefixSequence, None] = {}  # those that have not ended
+        self._steps: dict[Any, tuple[Step, GroupStep]] = {}  # until tables get other pages
         self._grown: dict[PrefixSequence, None] = {}  # with tokens since ``commit``, which windows may pass
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,7 +139,8 @@ class PrefixCache:
             held = [page for page in range(pool.num_pages) if not pool.is_free(page)]
             layers = {i: SavedStorage.of(x, pages.slots(held, x)) for i, x in group.storages.items()}
             saved.append((pool, held, layers, group.tree))
-        return vars(self) | {"prefixes": [group.pages for group in self.prefixes.groups], "_saved": saved}
+        every = [group.pages for group in self.prefixes.groups]
+        return vars(self) | {"prefixes": every, "_saved": saved, "_steps": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         every, saved = (state.pop(name) for name in ("prefixes", "_saved"))
@@ -149,7 +153,7 @@ class PrefixCache:
                 layer.write(storage, pages.slots(held, storage))
             groups.append(PrefixGroup(pages, tree=tree))
         live = dict.fromkeys(state["_sequences"])
-        vars(self).update(state, prefixes=Prefixes(groups), _sequences=live, _grown=dict(live))
+        vars(self).update(state, prefixes=Prefixes(groups), _sequences=live, _grown=dict(live), _steps={})
 
     @property
     def pages(self) -> Pages:
@@ -204,7 +208,7 @@ class PrefixCache:
         events, num_pages = self.pages.pool.events, prefixes.num_whole(found)
         num_tokens, request = num_pages * prefixes.page_size, 0 if events is None else events.request
         tables = prefixes.hold(found, num_tokens, held, request)
-        groups = [GroupTable(table, num_pages - table.num_pages) for table in tables]
+        groups = [Row(table, num_pages - table.num_pages) for table in tables]
         sequence = self._keep(PrefixSequence(ids, salt, groups, len(self.windows)))
         sequence.num_shared = prefixes.num_shared(found)
         return sequence
@@ -241,10 +245,9 @@ class PrefixCache:
         for number in self._groups_of(layer):
             self._reserve(sequence, number, end)
         for number in self._groups_of(layer):
+            step, of_group = self._step(number, [(sequence, start, end)])
             storage = self.prefixes.groups[number].storages[layer]
-            position = torch.arange(start, end, device=storage.device)
-            index, [base] = self.prefixes.groups[number].index_of([sequence.groups[number]], storage)
-            storage.store(key, value, index.slots(torch.zeros_like(position), position - base), position)
+            storage.store(key, value, of_group.slots, step.positions)
         sequence.stored[layer] = end
         self._grown[sequence] = None
 
@@ -256,6 +259,7 @@ class PrefixCache:
             StateError: layers differ in the tokens they have.
         """
         self._settle(sequence)
+        self._steps.clear()
         self.prefixes.seal(sequence.groups, sequence.tokens, sequence.salt, sequence.num_shared)
         self.prefixes.keep(sequence.groups, sequence.tokens, sequence.salt)
         for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
@@ -298,11 +302,17 @@ class PrefixCache:
         scores = ops.Scores() if scores is None else scores
         if self.windows[layer] is not None:
             scores = replace(scores, window=self.windows[layer])
-        storage, batch, first = self._batch(sequences, self._codes[layer], layer, lengths, num_new)
-        if not self._residuals:
-            return storage.attend(queries, batch, scores, first)
-        exact, newest, _ = self._batch(sequences, self._residuals[layer], layer, lengths, num_new)
-        return storage.attend_beside(queries, batch, scores, exact, newest, self.num_recent, first)
+        numbers, groups = self._groups_of(layer), self.prefixes.groups
+        for number in numbers:
+            for sequence, length in zip(sequences, lengths, strict=True):
+                groups[number].expect_seen(sequence.groups[number], length - num_new)
+        rows = [(x, length - num_new, length) for x, length in zip(sequences, lengths, strict=True)]
+        storages = [groups[number].storages[layer] for number in numbers]
+        (_, batch, first), *beside = (self._step(number, rows)[1] for number in numbers)
+        if not beside:
+            return storages[0].attend(queries, batch, scores, first)
+        exact = storages[1], beside[0].batch
+        return storages[0].attend_beside(queries, batch, scores, *exact, self.num_recent, first)
 
     @whole
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:
@@ -342,6 +352,7 @@ class PrefixCache:
         """Release a sequence; its sealed pages can be found until they are evicted."""
         self._expect_live(sequence)
         del self._sequences[sequence]
+        self._steps.clear()
         self._grown.pop(sequence, None)
         for own in sequence.groups:
             own.table.release()
@@ -379,23 +390,22 @@ class PrefixCache:
         """Make room for the tokens before ``end`` in a group; may release pages that windows have passed."""
         group, own = self.prefixes.groups[number], sequence.groups[number]
         new = end - own.num_tokens
-        if new <= 0 or own.fill(new):
+        if new <= 0:
+            return
+        self._steps.clear()
+        if own.fill(new):
             return
         if group.window is not None and group.num_missing(own, end) > group.pages.num_spare:
             for other in self._grown:
                 group.release_passed(other.groups[number], min(other.stored))
         group.append(own, new)
 
-    def _batch(
-        self, sequences: Sequence[PrefixSequence], number: int, layer: int, lengths: list[int], num_new: int
-    ) -> tuple[Storage, ops.Batch, Tensor]:
-        """Storage, batch and, for each sequence, the position of the first token of the index."""
-        group = self.prefixes.groups[number]
-        for sequence, length in zip(sequences, lengths, strict=True):
-            group.expect_seen(sequence.groups[number], length - num_new)
-        storage = group.storages[layer]
-        index, bases = group.index_of([sequence.groups[number] for sequence in sequences], storage)
-        starts = [0, *(length - base for length, base in zip(lengths, bases, strict=True))]
-        seqstarts = torch.arange(len(sequences) + 1, device=storage.device) * num_new
-        batch = ops.Batch(index, seqstarts, torch.tensor(starts, device=storage.device).cumsum(0))
-        return storage, batch, torch.tensor(bases, device=storage.device)
+    def _step(self, number: int, rows: Sequence[tuple[PrefixSequence, int, int]]) -> tuple[Step, GroupStep]:
+        """Step of a group with the tokens from one number to another of each sequence, for all its layers."""
+        key = number, *rows
+        if key not in self._steps:
+            lengths = [(start, end - start) for _, start, end in rows]
+            held = [sequence.groups[number] for sequence, *_ in rows]
+            step = Step(lengths, [self.prefixes.groups[number]], [held])
+            self._steps[key] = step, step.groups[0]
+        return self._steps[key]

@@ -9,6 +9,7 @@ from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
 from kvloom.caches.page_slots import ends_of
 from kvloom.caches.pages import Pages
 from kvloom.caches.placement import Placement
+from kvloom.caches.row import Row
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.paging import Copy, PageTable, PrefixTree, release_all, whole
@@ -51,15 +52,16 @@ class Sequences(Placement):
         self.is_padded = False
         self.previous: Sequences | None = None
         self.loaded_residual: Sequences | None = None  # of files of earlier releases
-        weakref.finalize(self, release_all, self._tables)
+        weakref.finalize(self, _release, self.rows)
         self.pages.users.add(self)
 
     def __reduce__(self) -> Any:
         """Pickle the held pages, each once, even if other sequences that hold them are saved, too."""
-        places = save_tables(self.pages, self._tables)
+        places = save_tables(self.pages, self.tables)
         made_of = self.pages, self.window, self.rollback, self.is_required
-        attributes = self.is_recording, self.previous, None, self.is_exact, self._stale, self.is_padded
-        return _load, (made_of, attributes, places, self.begins, self._first, self.num_positions)
+        of_rows = [row.is_exact for row in self.rows], [row.stale for row in self.rows]
+        attributes = self.is_recording, self.previous, None, *of_rows, self.is_padded
+        return _load, (made_of, attributes, places, self.begins, self.first_held(0), self.num_positions)
 
     def of_residual(self) -> "Sequences | None":
         """Make the rows of the residual window beside these, which must be empty; ``None`` without one."""
@@ -80,17 +82,19 @@ class Sequences(Placement):
             begins: Position of the first token of each sequence: the padding in front of it.
             end: Position after the last tokens.
         """
-        size, firsts = self.format.page_size, []
+        size, rows = self.format.page_size, list[Row]()
         for table, begin in zip(tables, begins, strict=True):
             length = max(end - begin, 0)
-            firsts.append(begin + min(-(-length // size) - table.num_pages, length // size) * size)
-        self._stale = [0 if table.num_pages else end for table in tables]
-        self._replace(list(tables), begins, firsts, end)
-        self.is_exact, self.is_padded = [True] * len(tables), any(begins)
+            first = min(-(-length // size) - table.num_pages, length // size)
+            rows.append(Row(table, first, begin, 0 if table.num_pages else end))
+        self._replace(rows, end)
+        self.is_padded = any(begins)
 
     def forget(self) -> None:
         """Read all tokens so far as codes: those in this residual window are stale."""
-        self._stale, self.step = [self.num_positions] * self.size, None
+        self.step = None
+        for row in self.rows:
+            row.stale = self.num_positions
 
     def reserve(self, batch: int, end: int) -> None:
         """Give each of ``batch`` sequences room for the positions before ``end``, if it does not have it.
@@ -102,10 +106,10 @@ class Sequences(Placement):
             OutOfPages: ``format.max_tokens`` is reached; no token was lost.
             Exception: any error of an allocation; no token was lost.
         """
-        if self._tables and len(self._tables) != batch:
-            raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
+        if self.rows and len(self.rows) != batch:
+            raise ShapeError(f"key must have the {len(self.rows)} sequences of this cache, got {batch}")
         start = self.num_positions
-        if self._tables and end <= start:
+        if self.rows and end <= start:
             return
         if end == start + 1 and self.advance():
             return
@@ -114,34 +118,35 @@ class Sequences(Placement):
     @whole
     def _reserve(self, batch: int, start: int, end: int) -> None:
         self._forget_previous()
-        self.is_exact, self._stale = self.is_exact or [True] * batch, self._stale or [0] * batch
-        begin, first = self.begins or [0] * batch, self._first or [0] * batch
+        rows = self.rows or [Row(table) for table in self._new_tables(batch)]
         if self.window is not None and not self.is_recording and not self._can_keep(batch, end - start):
             self._drop_front(start)
-            last = [x + n for x, n in zip(first, self._num_evicted(end, first), strict=True)]
-            if min(last, default=0) > start:
-                new = self._new_tables(batch)
-                self.pages.append(new, [max(end - x, 0) for x in last])
-                self.previous = self._twin(self._tables)
-                self._hold(new, begin, last, end)
+            passed = [row.num_passed(end - self._num_held) for row in rows]
+            size = self.format.page_size
+            if min(row.start + n * size for row, n in zip(rows, passed, strict=True)) > start:
+                new = [
+                    Row(table, row.first + n, row.begin, row.stale, row.is_exact)
+                    for table, row, n in zip(self._new_tables(batch), rows, passed, strict=True)
+                ]
+                self.pages.append([row.table for row in new], [max(end - row.start, 0) for row in new])
+                self.previous = self._twin(self.rows)
+                self._hold(new, end)
                 return
             is_gathered = self.is_required and any(x.is_gathered for x in self.storages.values())
             run = self.run() if start and is_gathered else None
             if run is not None and self.has_own_pages:
-                if self.pages.continue_run(self._tables, run, end - start):
+                if self.pages.continue_run(self.tables, run, end - start):
                     self._changed()
-        if not self._tables:
+        if not self.rows:
             self._changed()
-        tables = self._tables or self._new_tables(batch)
+        tables, ends = [row.table for row in rows], ends_of(self.tables)
         # Gone tokens of a residual window have slots again, in front of what follows them in their page.
-        counts = [max(end - x, 0) - table.num_tokens for x, table in zip(first, tables, strict=True)]
-        ends = ends_of(self._tables)
+        counts = [max(end - row.start, 0) - row.table.num_tokens for row in rows]
         if self.pages.append(tables, counts):
             self._run = self._run_after(ends)
         self._tokens.clear()
         self.step = None
-        self._tables[:], self.begins[:], self._first[:] = tables, begin, first
-        self.num_positions = end
+        self.rows[:], self.num_positions = rows, end
 
     @whole
     def own_pages(self) -> None:
@@ -153,14 +158,18 @@ class Sequences(Placement):
         if self.has_own_pages:
             return
         new = self._new_tables(self.size)
-        self.pages.append(new, [table.num_tokens for table in self._tables])
+        self.pages.append(new, [table.num_tokens for table in self.tables])
         try:
-            both = ([ref.id for table in tables for ref in table.pages] for tables in (self._tables, new))
+            both = ([ref.id for table in tables for ref in table.pages] for tables in (self.tables, new))
             self.pages.copy([Copy(*pages) for pages in zip(*both, strict=True)])
         except BaseException:
             release_all(new)
             raise
-        self._replace(new, self.begins, self._first, self.num_positions)
+        self._forget_previous()
+        for row, table in zip(self.rows, new, strict=True):
+            row.table.release()
+            row.table = table
+        self._changed()
 
     @whole
     def remove(self, counts: Sequence[int]) -> None:
@@ -172,9 +181,8 @@ class Sequences(Placement):
             StateError: as ``expect_removable``; nothing was changed.
         """
         self.expect_removable(counts)
-        if not self.is_required:  # by the longest text so far, and not by what happens to be in pages
-            oldest = self.num_positions - num_exact(self.window or 0)
-            self._stale = [max(x, oldest) for x in self._stale]
+        # By the longest text so far, and not by what happens to be in pages.
+        oldest = 0 if self.is_required else self.num_positions - num_exact(self.window or 0)
         if self._reaches_previous(counts):
             end = self.num_positions
             self._restore_previous()
@@ -187,12 +195,11 @@ class Sequences(Placement):
         self.is_padded = self.is_padded and len(set(counts)) == 1
         if self.is_padded:
             self.num_positions = max(end - counts[0], 0)
-        for b, length in enumerate(lengths):
-            table, evicted = self._tables[b], self._first[b] - self.begins[b]
-            table.truncate(min(max(length - evicted, 0), table.num_tokens))
-            begin = self.begins[b] if self.is_padded else self.num_positions - length
-            self._stale[b] = min(self._stale[b] + begin - self.begins[b], self.num_positions)
-            self.begins[b], self._first[b] = begin, begin + min(evicted, self._in_pages(length))
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.truncate(length)
+            begin = row.begin if self.is_padded else self.num_positions - length
+            row.stale = min(max(row.stale, oldest) + begin - row.begin, self.num_positions)
+            row.begin = begin
         if self.is_recording:
             self._drop_front(self.num_positions)
         self._changed()
@@ -216,9 +223,9 @@ class Sequences(Placement):
                 "cache must hold whole sequences of one length, or rows padded as when it began, to be "
                 "found again"
             )
-        for b, (table, row, salt) in enumerate(zip(self._tables, tokens, salts, strict=True)):
-            table.claim()
-            table.replace(tree.insert(row, table.pages, salt, self.first_pages[b]))
+        for row, ids, salt in zip(self.rows, tokens, salts, strict=True):
+            row.table.claim()
+            row.replace(tree.insert(ids, row.table.pages, salt, row.first))
         self._changed()
 
     @whole
@@ -234,22 +241,19 @@ class Sequences(Placement):
         Raises:
             IndexError: there is no such sequence; nothing was changed.
         """
-        tables = [self._tables[i] for i in indices]
-        begin, first = ([x[i] for i in indices] for x in (self.begins, self._first))
-        self._replace([table.fork() for table in tables], begin, first, self.num_positions)
-        self.is_exact = [self.is_exact[i] for i in indices]
-        self._stale = [self._stale[i] for i in indices]
+        rows = [self.rows[i] for i in indices]
+        self._replace([row.fork() for row in rows], self.num_positions)
 
     @whole
     def fork(self) -> "Sequences":
         """New sequences with the same tokens on the same pages."""
-        return self._twin([table.fork() for table in self._tables])
+        return self._twin([row.fork() for row in self.rows])
 
     @whole
     def clear(self) -> None:
         """Remove all sequences; free the memory if no fork uses it. The next tokens may have any shape."""
-        self._replace([], [], [], 0)
-        self.is_exact, self.is_padded, self._stale = [], False, []
+        self._replace([], 0)
+        self.is_padded = False
         self.pages.give_back()
 
     @whole
@@ -262,7 +266,7 @@ class Sequences(Placement):
         if added and self.previous is not None:
             self._restore_previous()
         elif added:
-            for table in self._tables:  # a sequence that began among them has fewer
+            for table in self.tables:  # a sequence that began among them has fewer
                 table.truncate(max(table.num_tokens - added, 0))
             self.num_positions = num_positions
             self._changed()
@@ -283,13 +287,10 @@ class Sequences(Placement):
 
     def _drop_front(self, end: int) -> None:
         """Release the pages that no token from position ``end`` on can see."""
-        if self.window is None:
-            return
-        for b, num_tokens in enumerate(self._num_evicted(end, self._first)):
-            if num_tokens:
-                self._tables[b].drop_front(num_tokens // self.format.page_size)
-                self._first[b] += num_tokens
-                self._changed()
+        if self.window is not None:
+            for row in self.rows:
+                if row.release_passed(end - self._num_held):
+                    self._changed()
 
     def _new_tables(self, batch: int) -> list[PageTable]:
         tables = [PageTable(self.pages.pool, self.format.page_size) for _ in range(batch)]
@@ -297,32 +298,29 @@ class Sequences(Placement):
             table.request = request
         return tables
 
-    def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
-        """New sequences with the same state, which hold ``tables``."""
+    def _twin(self, rows: Sequence[Row]) -> "Sequences":
+        """New sequences with the same state, which hold ``rows``."""
         other = Sequences(self.pages, self.window, self.rollback, is_required=self.is_required)
-        other.is_recording, other.is_exact = self.is_recording, self.is_exact[: len(tables)]
-        other.is_padded, other._stale = self.is_padded, self._stale[: len(tables)]
-        other._hold(tables, self.begins, self._first, self.num_positions)
+        other.is_recording, other.is_padded = self.is_recording, self.is_padded
+        other._hold(rows, self.num_positions)
         return other
 
-    def _replace(
-        self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int], num_positions: int
-    ) -> None:
+    def _replace(self, rows: Sequence[Row], num_positions: int) -> None:
         self._forget_previous()
-        release_all(self._tables)
-        self._hold(tables, begin, first, num_positions)
+        _release(self.rows)
+        self._hold(rows, num_positions)
 
     def _restore_previous(self) -> None:
         previous, self.previous = self.previous, None
         if previous is not None:
-            tables = previous.tables
-            previous._tables.clear()
-            release_all(self._tables)
-            self._hold(tables, previous.begins, previous._first, previous.num_positions)
+            rows = [*previous.rows]
+            previous.rows.clear()
+            _release(self.rows)
+            self._hold(rows, previous.num_positions)
 
     def _forget_previous(self) -> None:
         if self.previous is not None:
-            self.previous._replace([], [], [], 0)
+            self.previous._replace([], 0)
             self.previous = None
             self._run = "unknown"
 
@@ -343,16 +341,26 @@ def reserving(ends: Mapping[Sequences, int], batch: int) -> Iterator[None]:
         raise
 
 
+def _release(rows: Sequence[Row]) -> None:
+    """Release the pages of all rows."""
+    release_all([row.table for row in rows])
+
+
 def _load(
     made_of: tuple[Pages, int | None, int, bool],
     attributes: tuple[Any, ...],
-    tables: list[tuple[int, list[Place]]],
-    *positions: Any,
+    saved: list[tuple[int, list[Place]]],
+    begins: list[int],
+    starts: list[int],
+    num_positions: int,
 ) -> Sequences:
     sequences = Sequences(*made_of[:3], is_required=made_of[3])
     sequences.is_recording, sequences.previous, sequences.loaded_residual = attributes[:3]
-    sequences.is_exact, sequences._stale, sequences.is_padded = attributes[3:]
-    if isinstance(sequences._stale, int):  # one for all, as in files of earlier releases
-        sequences._stale = [sequences._stale] * len(tables)
-    sequences._hold(load_tables(made_of[0], tables), *positions)
+    is_exact, stale, sequences.is_padded = attributes[3:]
+    if isinstance(stale, int):  # one for all, as in files of earlier releases
+        stale = [stale] * len(saved)
+    size, tables = sequences.format.page_size, load_tables(made_of[0], saved)
+    firsts = [(start - begin) // size for begin, start in zip(begins, starts, strict=True)]
+    of_rows = zip(tables, firsts, begins, stale, is_exact, strict=True)
+    sequences._hold([Row(*x) for x in of_rows], num_positions)
     return sequences

@@ -19,7 +19,8 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
-from kvloom.caches.prefix_group import GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import PrefixGroup
+from kvloom.caches.row import Row
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError, OutOfPages, UnsupportedError
 from kvloom.paging import PageRef
@@ -125,7 +126,7 @@ class StatePages:
 
     def write(
         self, states: Mapping[int, Sequence[Tensor]], row: int, tokens: Sequence[int], scope: str
-    ) -> GroupTable | None:
+    ) -> Row | None:
         """Let others find the states of a text.
 
         Args:
@@ -170,7 +171,7 @@ class StatePages:
             storage.store(new, new[..., :0], pages.slots([page.id], storage).to(storage.device))
         pages.num_writes += 1
 
-    def read(self, held: Sequence[GroupTable]) -> dict[int, list[Tensor]]:
+    def read(self, held: Sequence[Row]) -> dict[int, list[Tensor]]:
         """Copy the states of each layer, ``[B, ...]`` in their dtypes, from the last page of B tables."""
         pages, found = self.group.pages, dict[int, list[Tensor]]()
         ids = [own.table.pages[-1].id for own in held]

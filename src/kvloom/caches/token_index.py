@@ -183,7 +183,7 @@ class TokenIndex:
         return slots if self.origins is None else slots.clamp(min=0)
 
 
-class Step(NamedTuple):
+class AlignedStep(NamedTuple):
     """Slots of the new tokens of a forward pass, which the layers use one after the other.
 
     Attributes:

@@ -84,13 +84,12 @@ def attend_part(
         and (prior is None or prior.out is not None)  # the kernel would read that as no prior
         and (own := plain_arguments(query, kv, batch, scores, skip_from, *before)) is not None
     ):
-        bias = bias_arguments(scores)
-        if is_latent:
-            operator = schemas.attend_latent_part
-        else:
-            operator = schemas.attend_part_biased if bias else schemas.attend_part
+        operator = schemas.attend_latent_part if is_latent else schemas.attend_part
+        own = *own, skip, skip_from, *before
+        if scores.positional_bias is not None:
+            operator, own = schemas.attend_part_biased, (*own, *bias_arguments(scores))
         try:
-            return AttendedPart(*operator(*own, skip, skip_from, *before, *bias))
+            return AttendedPart(*operator(*own))
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message
     sizes = expect_attend(query, kv, batch, scores, is_latent)

@@ -35,13 +35,12 @@ class Request(NamedTuple):
     block_size: int = BLOCK_TOKENS
 
 
-def read_trace(path: Path, count: int | None = None) -> Iterator[Request]:
-    """Read the first ``count`` requests, or all.
+def read_trace(path: Path) -> Iterator[Request]:
+    """Read the requests of a file.
 
     Args:
         path: JSON lines with ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens,
             and ``hash_ids`` of the blocks of the input, of 512 tokens or, if it is given, of ``block_size``.
-        count: Number of requests; ``None`` for all.
 
     Raises:
         ArgumentError: the file cannot be read, a line is no request, or it has blocks of another size.
@@ -49,7 +48,7 @@ def read_trace(path: Path, count: int | None = None) -> Iterator[Request]:
     size: int | None = None
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(islice(lines, count), 1):
+            for number, line in enumerate(lines, 1):
                 request = _request(number, line)
                 size = size or request.block_size
                 if request.block_size != size:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from kvloom.caches import PrefixCache
 from kvloom.caches.pages import Pages
-from kvloom.caches.prefix_group import GroupTable
+from kvloom.caches.row import Row
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError
 from kvloom.paging import Miss, PageRef, PrefixTree, interruptible
@@ -145,7 +145,7 @@ class StoreBelow:
             self.fingerprint, salt, tokens, start, seconds_per_token=self._seconds_per_token
         )
 
-    def keep(self, tokens: Sequence[int], held: GroupTable, salt: str) -> None:
+    def keep(self, tokens: Sequence[int], held: Row, salt: str) -> None:
         """Save the full pages of a text that the store does not have.
 
         Takes time for the pages since the last call alone, unless something was not written since then.
@@ -331,7 +331,7 @@ def put_below(
 
 @dataclass
 class _Kept:
-    """What a store knows of a text: ``GroupTable.kept``.
+    """What a store knows of a text: ``Row.kept``.
 
     Attributes:
         whose: Model and format of the keys and values.

@@ -230,6 +230,7 @@ def test_a_static_cache_gives_the_stock_tokens(name: str) -> None:
 
 
 # Seconds for each layer. glm5_next gathers its keys to read their shape, which Dynamo does not trace.
+@pytest.mark.compile
 @pytest.mark.parametrize("name", [x for x in INDEXED if x in ("deepseek_v32", "hy_v4", "mistral_large4")])
 def test_every_step_over_a_static_cache_is_one_graph(name: str) -> None:
     shared = {"indexer_types": ["full", "shared"], "kv_source_layers": [0, 0], "no_rope_layers": [1, 1]}

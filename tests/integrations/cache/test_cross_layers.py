@@ -86,6 +86,7 @@ def test_another_picture_is_another_answer() -> None:
     assert not torch.equal(answer(model, given), answer(model, other))
 
 
+@pytest.mark.compile
 def test_steps_of_a_static_cache_compile() -> None:
     """The model asks every layer for the size of its keys."""
     model, given = mllama(), inputs()

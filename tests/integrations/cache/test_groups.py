@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from integrations.models.test_families import FAMILIES, SMALL
-from oracles.batching import HAS_SESSIONS, alone, batched
+from oracles.batching import alone, batched
 from oracles.language_models import FakeQuantCache, make_prompts
 from oracles.pairs import in_turn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -21,6 +21,7 @@ from kvloom.cli import main
 from kvloom.core.entries import CODES
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching, enable
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.measuring import quality
 from kvloom.models import bundled_model_path
 
@@ -76,7 +77,7 @@ def test_pools_say_the_group(kv: str, head_dim: int) -> None:
     assert pool.report()["kv"] == said
 
 
-@pytest.mark.skipif(not HAS_SESSIONS, reason="this transformers has no sessions")
+@pytest.mark.skipif(IS_4, reason="this transformers has no sessions")
 @pytest.mark.parametrize(("kv", "head_dim"), in_turn([*CODES], [40, 96, 256]))
 def test_sessions_say_the_group(kv: str, head_dim: int) -> None:
     model, said = model_of(head_dim), f"{kv}:g{gcd(64, head_dim)}"
@@ -118,7 +119,7 @@ def test_what_has_no_group_is_refused_as_it_was_written(head_dim: int, kv: str, 
         lambda: KVCache.for_model(model, kv),
         lambda: KVPool.for_model(model, kv, max_tokens=64),
         lambda: enable(model, kv=kv),
-        *([lambda: continuous_batching(model, kv)] if HAS_SESSIONS else []),
+        *([] if IS_4 else [lambda: continuous_batching(model, kv)]),
         lambda: kvloom.plan(model.config, kv, context=9),
     ]
     for door in doors:

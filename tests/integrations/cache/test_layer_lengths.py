@@ -77,7 +77,7 @@ def test_a_layer_joins_no_sequences_that_went_on() -> None:
 
 
 def test_a_crop_of_more_than_a_layer_has_leaves_it_none() -> None:
-    """Before transformers 5.13 the stock cache keeps some of such a layer."""
+    """The stock cache of transformers 4 keeps some of such a layer."""
     model = make_model("kvloom")
     cache = filled(model)
     cache.crop(-14)

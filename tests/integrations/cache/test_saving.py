@@ -13,6 +13,7 @@ from oracles.language_models import make_model
 from oracles.round_trips import every_way
 from torch import Tensor
 
+from kvloom.caches import Sequences
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
 
@@ -139,7 +140,7 @@ def test_a_pool_finds_its_prefixes_again(again: Callable[[Any], Any]) -> None:
     assert len(pickle.dumps(pool)) < 100_000  # the model is not in it
 
 
-def test_a_cache_that_an_earlier_release_saved_is_read() -> None:
+def test_a_cache_that_an_earlier_release_saved_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing of what a model remembers, and of a residual window one number for all rows."""
     model = make_model("kvloom")
     cache: Any = KVCache.for_model(model, "int4:g8,recent=24")
@@ -147,7 +148,15 @@ def test_a_cache_that_an_earlier_release_saved_is_read() -> None:
     fork = cache.fork()
     for name in ("remembered", "pair_guard"):
         vars(cache).pop(name)
-    cache.sequences[1]._stale = 7
+    for row in cache.sequences[1].rows:
+        row.stale = 7
+    reduce = Sequences.__reduce__
+
+    def reduced_before(self: Sequences) -> Any:
+        load, (made_of, (*attributes, stale, is_padded), *saved) = reduce(self)
+        return load, (made_of, (*attributes, stale[0], is_padded), *saved)
+
+    monkeypatch.setattr(Sequences, "__reduce__", reduced_before)
     loaded = pickle.loads(pickle.dumps(cache))  # noqa: S301 (our own)
     assert torch.equal(loaded.fork().layers[0].keys, fork.layers[0].keys)
     more = text(9, 1, 2)

@@ -85,6 +85,7 @@ def test_family_gives_the_stock_tokens(name: str, attention: str, mode: dict[str
     assert torch.equal(continued(model, ours, **mode).sequences, expected.sequences)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(("kv", "attention"), in_turn(ALL_KINDS, ["kvloom", "sdpa"]))
 def test_every_decode_step_is_one_graph(kv: str, attention: str) -> None:
     model, prompt = make_model(attention, num_layers=1), make_prompts([9])["input_ids"]
@@ -106,6 +107,7 @@ def test_every_decode_step_is_one_graph(kv: str, attention: str) -> None:
     assert int(ours.get_seq_length()) == 15
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(("name", "ours"), [("Llama", True), ("Gemma2", True), ("Gemma2", False)])
 def test_generate_compiles_steps_whose_masks_it_made_ahead(name: str, ours: bool) -> None:
     """In place, of this library's static cache and of transformers' own."""
@@ -120,6 +122,7 @@ def test_generate_compiles_steps_whose_masks_it_made_ahead(name: str, ours: bool
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.compile
 def test_compiled_step_that_does_not_fit_writes_to_no_other_row() -> None:
     model = make_model("kvloom", num_layers=1)
     cache = static(model, max_tokens=8)

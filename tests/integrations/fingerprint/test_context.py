@@ -13,7 +13,6 @@ import transformers
 from integrations.models.test_families import SMALL
 from oracles.changes import put
 from oracles.stateful_models import stateful_model
-from packaging.version import Version
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -24,9 +23,8 @@ from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
 from kvloom.integrations.transformers.fingerprint.context import Context
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.cache_argument import as_argument
-from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
-from kvloom.integrations.transformers.session import OLDEST
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.store import KVStore
 
 Setting = Callable[[], AbstractContextManager[Any]]
@@ -144,7 +142,7 @@ def model_of(name: str) -> Any:
     return AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).to(dtype).eval()
 
 
-STATEFUL = [] if StatefulLayer is type(None) else ["qwen3_next"]  # before 5.4 caches keep no such states
+STATEFUL = [] if IS_4 else ["qwen3_next"]  # whose caches keep no such states
 MODELS = pytest.mark.parametrize("name", ["GPT-2", "OPT", "Llama in bfloat16", "Llama", *STATEFUL])
 
 
@@ -321,7 +319,7 @@ def test_every_door_takes_precisions_of_either_api(setting: str, when: str) -> N
         enable(model, "int8")
         assert torch.equal(model.generate(TEXT, **options), own)
         disable(model)
-        if Version(transformers.__version__) >= Version(OLDEST):
+        if not IS_4:
             continuous_batching(model)
             assert len(model.generate_batch(TEXT.tolist(), max_new_tokens=2, progress_bar=False)) == 1
             continuous_batching(model, None)

@@ -310,6 +310,7 @@ def test_a_bad_argument_is_named_and_nothing_is_changed(options: dict[str, Any],
     assert kinds(model) == before
 
 
+@pytest.mark.compile
 def test_compiled_graphs_compute_what_the_layers_computed() -> None:
     model, ids = model_of("Llama", torch.float32), texts()
     del model.model.layers[1:]

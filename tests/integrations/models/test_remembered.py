@@ -22,10 +22,11 @@ from kvloom.integrations.transformers import KVCache, KVPool, content_of, enable
 from kvloom.integrations.transformers.fingerprint.module_reader import _UNWATCHED
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
 from kvloom.integrations.transformers.models.remembered import memory_of, remembered_names
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.paging import Miss
 from kvloom.store import KVStore
 
-pytestmark = pytest.mark.skipif(transformers.__version__ < "5", reason="4 counts by cache_position")
+pytestmark = pytest.mark.skipif(IS_4, reason="4 counts by cache_position")
 IMAGE, TEXT = 98, SMALL | {"vocab_size": 99, "head_dim": 8, "num_hidden_layers": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4}

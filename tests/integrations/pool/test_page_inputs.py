@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from integrations.pool.test_page_identity import TEXT, pool_of
 from integrations.pool.test_pool import ask, generate, text
 from oracles.changes import ScaledLlama, peft_model
 from oracles.language_models import kosmos, make_model
 from oracles.stateful_models import stateful_model
-from packaging.version import Version
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,7 +24,7 @@ from transformers import (
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, content_of, continuous_batching
 from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
-from kvloom.integrations.transformers.session import OLDEST
+from kvloom.integrations.transformers.versions import IS_4
 
 BESIDE: dict[str, Any] = {
     "is_causal": lambda model: {"is_causal": False},
@@ -145,6 +143,7 @@ def test_a_cache_of_another_model_is_refused_or_not_published() -> None:
         other(TEXT, past_key_values=pool.begin(TEXT))
 
 
+@pytest.mark.compile
 def test_a_compiled_model_publishes_nothing_that_no_pool_has_seen() -> None:
     model = make_model()
     pool = pool_of(model)
@@ -292,9 +291,7 @@ def test_a_model_that_counts_positions_otherwise_finds_those_of_generate() -> No
         pool.commit(cache, model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=1))
 
 
-@pytest.mark.skipif(
-    transformers.__version__ < "5", reason="version 4 has no Kosmos-2.5, or gives it positions"
-)
+@pytest.mark.skipif(IS_4, reason="version 4 has no Kosmos-2.5, or gives it positions")
 def test_positions_that_generate_leaves_out_are_refused() -> None:
     model = kosmos()
     pool, ids = KVPool.for_model(model, page_size=4, max_tokens=400), TEXT % 90 + 5
@@ -333,7 +330,7 @@ def test_a_model_whose_weights_are_loaded_for_each_forward_is_refused() -> None:
     ask(pool, model, TEXT)
     accelerate.cpu_offload(model, execution_device="cpu")
     doors: list[Any] = [lambda: pool.begin(TEXT), lambda: pool_of(model)]
-    if Version(transformers.__version__) >= Version(OLDEST):
+    if not IS_4:
         doors.append(lambda: continuous_batching(model))
     for door in doors:
         with pytest.raises(

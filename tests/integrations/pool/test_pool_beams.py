@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from integrations.pool.test_pool import make_pool, text
 from oracles.language_models import make_model
 from torch import Tensor
@@ -17,6 +16,7 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.store.prefixes import salt_digest
 
 MODES: dict[str, dict[str, Any]] = {
@@ -133,7 +133,7 @@ def test_tokens_of_crops_and_forks_are_known() -> None:
     expect_right(model, pool, whole)
 
 
-@pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 feeds what the cache lacks")
+@pytest.mark.skipif(IS_4, reason="version 4 feeds what the cache lacks")
 def test_prompt_lookup_after_found_tokens_says_what_is_wrong() -> None:
     """transformers feeds the whole text again, with positions from 0, also to its own caches."""
     model = make_model()

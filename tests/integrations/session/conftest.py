@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import transformers
-from packaging.version import Version
+from kvloom.integrations.transformers.versions import IS_4
 
-from kvloom.integrations.transformers.session import OLDEST
-
-collect_ignore_glob = [] if Version(transformers.__version__) >= Version(OLDEST) else ["test_*.py"]
+collect_ignore_glob = ["test_*.py"] if IS_4 else []

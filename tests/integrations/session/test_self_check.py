@@ -82,7 +82,6 @@ def test_families_that_sessions_get_wrong_are_refused(name: str, dtype: torch.dt
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Kosmos2_5Config"), reason="this version has no Kosmos-2.5")
 def test_a_model_that_counts_positions_itself_is_refused() -> None:
     """Kosmos-2.5 counts from behind the number of its padding token, and ``generate`` lets it."""
     model = kosmos()

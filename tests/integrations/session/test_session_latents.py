@@ -27,7 +27,6 @@ CASES: dict[str, dict[str, int]] = {
     "pages-of-8": {"page_size": 8},
 }
 WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
-pytestmark = pytest.mark.skipif(not SERVED, reason="this version of transformers caches no latents")
 
 
 @pytest.mark.parametrize(("name", "case"), in_turn(SERVED, list(CASES)))

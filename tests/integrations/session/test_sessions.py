@@ -241,9 +241,10 @@ def test_arguments_that_are_refused() -> None:
             continuous_batching(*args, **options)
 
 
-def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.18.0")
-    with pytest.raises(UnsupportedError, match=r"must have transformers 5\.19\.0 or newer, got 5\.18\.0"):
+def test_transformers_4_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloom.integrations.transformers.session.IS_4", True)
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    with pytest.raises(UnsupportedError, match=r"must have transformers 5\.19\.0 or newer, got 4\.57\.6"):
         continuous_batching(make_model())
 
 

@@ -78,6 +78,7 @@ def test_a_state_that_is_changed_by_nobody_known_cannot_go_back() -> None:
     cache.crop(-1)
 
 
+@pytest.mark.compile
 def test_a_compiled_step_cannot_be_taken_back() -> None:
     model, ids = model_of("lfm2"), text(40)
     cache = KVCache.for_model(model, rollback=16)

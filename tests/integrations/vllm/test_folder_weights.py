@@ -18,7 +18,7 @@ import torch
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.pool.identity import weights_digest
 
-pytest.importorskip("transformers", minversion="5.16.1", reason="vLLM needs it")
+pytest.importorskip("transformers", minversion="5.19", reason="vLLM needs it")
 pytest.importorskip("xxhash")
 
 from safetensors.torch import load_file, save_file

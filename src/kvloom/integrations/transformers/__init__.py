@@ -6,6 +6,7 @@ Importing this registers ``attn_implementation="kvloom"``.
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvloom.core.spelling import STORAGE
+from kvloom.integrations.transformers import versions  # noqa: F401 (first: refuses what is not supported)
 from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION, attention
 from kvloom.integrations.transformers.attention.masks import attention_mask
 from kvloom.integrations.transformers.cache.kv_cache import KVCache

@@ -54,7 +54,6 @@ class KVCache(StatefulCache):
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
-        self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
         self._cache = Cache(stream for layer in self._own_layers for stream in layer.streams)
 
     @property
@@ -191,7 +190,10 @@ class KVCache(StatefulCache):
     @property
     def is_compileable(self) -> bool:
         """Whether layers have fixed storage; transformers makes masks that hide its free slots only if so."""
-        return any(isinstance(x.pages, FixedLayer) for x in self._own_layers)
+        for layer in self._own_layers:
+            if isinstance(layer.pages, FixedLayer):
+                return True
+        return False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -220,7 +222,7 @@ class KVCache(StatefulCache):
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, FixedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
         end = pages.num_tokens + key_states.shape[2]
-        if pages.sequences.num_positions >= end or len(self._cache.sequences) == 1:
+        if pages.sequences.num_positions >= end or self._cache.sequences == pages.all_sequences:
             return layer.update(key_states, value_states)
         with self._cache.reserving(pages, key_states.shape[0], end):
             return layer.update(key_states, value_states)
@@ -250,7 +252,7 @@ class KVCache(StatefulCache):
             if self._has_states and not torch.compiler.is_compiling():
                 self._begin_forward(self._longest_own)
         length, offset = super().get_mask_sizes(*args, **kwargs)
-        if is_of_all and len(self.sequences) > 1:
+        if is_of_all and len(self._cache.sequences) > 1:
             expect_maskable(self, length, layer_idx)
         return length, offset
 
@@ -278,18 +280,11 @@ class KVCache(StatefulCache):
         if self._begun:
             self._expect_states_of(max(lengths, default=0))
 
-    def fork(self) -> "KVCache":
-        """A cache of the same tokens on the same pages, not frozen; the two are independent."""
+    def _forked_layers(self) -> list[Any]:
+        """Layers of the same tokens on the same pages, and copies of other layers."""
         self._cache.expect_consistent()
         forks = self._cache.forks()
-        fork = type(self)(
-            [x.fork(forks) if isinstance(x, KVCacheLayer) else copy.deepcopy(x) for x in self.layers]
-        )
-        fork.follow(self)
-        return fork
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        return self.fork()
+        return [x.fork(forks) if isinstance(x, KVCacheLayer) else copy.deepcopy(x) for x in self.layers]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i by row ``beam_idx[i]``."""
@@ -310,7 +305,7 @@ class KVCache(StatefulCache):
         ``reset``, or until nothing uses the cache and its forks; a saved cache has room for its tokens alone.
 
         Args:
-            tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is the number
+            tokens_to_remove: ``-n`` removes n tokens; with transformers 4 a positive number is the number
                 kept. Or one number of at most 0 for each row: rows still end together, so a row that lost
                 more than another begins with empty positions, which the attention mask must hide like left
                 padding. ``get_seq_length()`` is the length of the longest row.

@@ -24,7 +24,7 @@ from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates, refuse_gradient
 from kvloom.integrations.transformers.attention.lazy_tensor import as_autocast
 
-# Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
+# With transformers 4 ``crop(n)`` keeps n tokens; with 5 ``crop(-n)`` removes n.
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
 
 States = Tensor | LazyStates
@@ -128,16 +128,16 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.pages.get_max_length()
 
     def get_max_cache_shape(self) -> int:
-        """``get_max_length`` under the name of transformers up to 5.18."""
+        """``get_max_length`` under the name of transformers 4."""
         return self.get_max_length()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int | Tensor]:
-        """Length and first position of what ``update`` will return; up to 5.3 the argument is positions."""
+        """Length and first position of what ``update`` will return; 4 has positions as the argument."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.pages.get_mask_sizes(new)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is how many to keep."""
+        """Remove the last ``-tokens_to_remove`` tokens; with 4 a positive number is how many to keep."""
         self.expect_changeable()
         self.pages.truncate(num_kept(tokens_to_remove, self.pages.num_tokens))
 
@@ -293,7 +293,7 @@ class StaticKVCacheLayer(KVCacheLayer):
         super().lazy_initialization(key_states, value_states)
 
 
-# Before transformers 5.4 hybrid models had cache classes of their own.
+# With transformers 4 hybrid models have cache classes of their own.
 TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 
 _STATES: Final = {

@@ -1,5 +1,6 @@
 """A cache with recurrent states, which are rolled back by calls of their layers, if these are recorded."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -13,10 +14,10 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer
 from kvloom.integrations.transformers.cache.lengths import lengths_of
 from kvloom.integrations.transformers.cache.pairs import PairGuard
-from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 from kvloom.integrations.transformers.models.remembered import Remembered
 from kvloom.integrations.transformers.states.logs import Key
 from kvloom.integrations.transformers.states.rollback import RECORDED, Past, Rollback
+from kvloom.integrations.transformers.states.specs import stateful_layers
 
 _Cache = TypeVar("_Cache", bound="StatefulCache")
 
@@ -34,6 +35,8 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
+        self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
+        self._stateful = stateful_layers(self.layers)
         self.is_frozen = False
         self.pair_guard = PairGuard()
         self.remembered = Remembered()
@@ -46,13 +49,23 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load what was saved; of earlier releases without a guard, and what a model remembers."""
         self.__dict__.update({"pair_guard": PairGuard(), "remembered": Remembered()} | state)
+        self._stateful = stateful_layers(self.layers)
 
-    def follow(self, cache: "StatefulCache") -> None:
-        """Take over everything but the layers from a cache of which this is a fork."""
-        self._kin, self.pair_guard = cache._kin, cache.pair_guard
-        self.remembered = cache.remembered.fork()
-        self._rollback = None if cache._rollback is None else cache._rollback.fork()
-        self._begun, self._length_before = {*cache._begun}, cache._length_before
+    def fork(self: _Cache) -> _Cache:  # noqa: PYI019 (not in Python 3.10)
+        """A cache of the same tokens and states, not frozen; the two are independent."""
+        fork = type(self)(self._forked_layers())
+        fork._kin, fork.pair_guard = self._kin, self.pair_guard
+        fork.remembered = self.remembered.fork()
+        fork._rollback = None if self._rollback is None else self._rollback.fork()
+        fork._begun, fork._length_before = {*self._begun}, self._length_before
+        return fork
+
+    def __deepcopy__(self: _Cache, memo: dict[int, Any]) -> _Cache:  # noqa: PYI019 (as above)
+        return self.fork()
+
+    def _forked_layers(self) -> list[Any]:
+        """Copies of all layers."""
+        return [copy.deepcopy(layer) for layer in self.layers]
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
         """Length as of transformers; a model that counts positions from it is given what it remembers."""
@@ -60,18 +73,16 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
             self.remembered.memory.give(self.remembered)
         return super().get_seq_length(*args, **kwargs)
 
-    def freeze(self: _Cache) -> _Cache:  # noqa: PYI019 (not in Python 3.10)
+    def freeze(self: _Cache) -> _Cache:  # noqa: PYI019 (as above)
         """Refuse every later change, so that forks start from the same tokens; returns the cache."""
         self.is_frozen = True
-        for layer in self.layers:
-            if isinstance(layer, KVCacheLayer):
-                layer.is_frozen = True
+        for layer in self._own_layers:
+            layer.is_frozen = True
         return self
 
     def snapshot(self: _Cache) -> _Cache:  # noqa: PYI019 (as above)
         """A frozen copy of the cache: recurrent states are copied, pages are shared until they change."""
-        frozen: _Cache = self.fork().freeze()
-        return frozen
+        return self.fork().freeze()
 
     def restore(self, snapshot: "StatefulCache") -> None:
         """Go back to the tokens and states of a snapshot, which can be restored any number of times.
@@ -84,7 +95,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         if getattr(snapshot, "_kin", None) is not self._kin:
             raise ArgumentError(f"snapshot must be one of this cache, got another {type(snapshot).__name__}")
         fork = snapshot.fork()
-        self.__dict__ = vars(fork)
+        self.__dict__ = dict(vars(fork))
 
     @property
     def rollback(self) -> int:
@@ -104,7 +115,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         else:
             self._rollback.num_tokens = num_tokens
         if self._rollback is not None:  # so that windows can be cropped as far
-            groups = [getattr(x.pages, "sequences", None) for x in self.layers if isinstance(x, KVCacheLayer)]
+            groups = [getattr(x.pages, "sequences", None) for x in self._own_layers]
             for sequences in filter(None, groups):
                 sequences.rollback = max(sequences.rollback, num_tokens)
 
@@ -122,15 +133,15 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     def is_croppable(self) -> bool:
         """Whether ``crop`` can remove the last step."""
         is_recorded = self._rollback is not None and not self._rollback.refusal
-        others = (x for x in self.layers if not isinstance(x, StatefulLayer))
+        others = (x for i, x in enumerate(self.layers) if i not in self._stateful)
         return (is_recorded or not self._has_states) and all(
             getattr(x, "is_croppable", False) for x in others
         )
 
     def activate_past_recording(self) -> None:
         """Begin to keep evicted tokens of windows and states, for assisted decoding to remove drafts."""
-        for layer in self.layers:
-            is_theirs = isinstance(layer, StatefulLayer) and not isinstance(layer, KVCacheLayer)
+        for i, layer in enumerate(self.layers):
+            is_theirs = i in self._stateful and layer not in self._own_layers
             if hasattr(layer, "activate_past_recording") and not is_theirs:
                 layer.activate_past_recording()
         self.rollback = max(self.rollback, RECORDED)
@@ -167,20 +178,19 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _has_states(self) -> bool:
-        return any(isinstance(x, StatefulLayer) for x in self.layers)
+        return bool(self._stateful)
 
     @property
     def _longest(self) -> int:
         """Number of tokens that the longest layer has seen, also in a forward that broke off."""
-        own = [x for x in self.layers if isinstance(x, KVCacheLayer)]
-        if self._rollback is None or any(any(x.num_assigned) for x in own):
+        if self._rollback is None or any(any(x.num_assigned) for x in self._own_layers):
             return self._longest_own
         return max(self._longest_own, self._rollback.end)
 
     @property
     def _longest_own(self) -> int:
         """Number of tokens of the longest layer with keys and values."""
-        return max(lengths_of(x for x in self.layers if isinstance(x, KVCacheLayer)), default=0)
+        return max(lengths_of(self._own_layers), default=0)
 
     def _begin_forward(self, length: int) -> None:
         """Note that the next forward begins after ``length`` tokens."""
@@ -201,8 +211,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         Args:
             length: Number of tokens of the layers with keys and values, which have one length.
         """
-        stateful = {i for i, x in enumerate(self.layers) if isinstance(x, StatefulLayer)}
-        if self._begun and (not stateful <= self._begun or length == self._length_before):
+        if self._begun and (not self._stateful.keys() <= self._begun or length == self._length_before):
             raise StateError(
                 f"layers must have seen the same tokens, got recurrent states of layers "
                 f"{sorted(self._begun)} that are a step ahead: an earlier forward broke off (reset the "
@@ -216,9 +225,8 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
             StateError: no kept state is early enough; nothing was changed.
             UnsupportedError: states cannot be rolled back; nothing was changed.
         """
-        layer = next((x for x in self.layers if isinstance(x, StatefulLayer)), None)
         longest = self._longest
-        if layer is None or all(end == longest for end in ends):
+        if not self._stateful or all(end == longest for end in ends):
             return None
         if self._rollback is None:
             raise UnsupportedError(
@@ -238,8 +246,8 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         if not self.is_frozen and not torch.compiler.is_compiling():
             self._begun.add(layer_idx)  # a mixer in a loop has a layer for each pass
         if self._rollback is not None and not self.is_frozen:
-            layer = self.layers[layer_idx]
-            if isinstance(layer, StatefulLayer):
+            layer = self._stateful.get(layer_idx)
+            if layer is not None:
                 self._rollback.touch(layer, Key(layer_idx, kind, state_idx))
 
     def _state(self, state: Tensor | None) -> Tensor | None:

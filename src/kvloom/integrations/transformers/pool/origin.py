@@ -280,7 +280,7 @@ class PoolCache(KVCache):
         """Why its pages cannot be shared; empty if they can."""
         if self.is_assigned:
             return ASSIGNED
-        if any(not all(x.is_exact) for x in self.sequences):
+        if any(not row.is_exact for x in self.sequences for row in x.rows):
             return _READ_CODES
         if self.origin is not None and self.get_seq_length() > self.origin.num_seen:
             return _UNSEEN

@@ -1,11 +1,12 @@
 """Finding and committing prefixes in a pool: pages of each group of layers, and recurrent states."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from kvloom.caches.found import Found
-from kvloom.caches.prefix_group import GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import PrefixGroup
 from kvloom.caches.prefixes import Prefixes
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError
@@ -158,7 +159,7 @@ def commit_rows(
         sequences.commit(group.tree, rows, origin.scopes())
     scopes = zip(origin.scopes(), origin.stored_scopes(), origin.num_shared, strict=True)
     for row, (scope, stored_scope, shared) in enumerate(scopes):
-        held = [GroupTable(x.tables[row], x.first_pages[row]) for x, _ in groups]
+        held = [replace(x.rows[row], kept=None) for x, _ in groups]
         kept = None if states is None else states.write(cache, row, rows[row], scope, found)
         if states is not None:
             states.note(cache.sequences[0].pages.pool.events, "kept", held[0].table.request)

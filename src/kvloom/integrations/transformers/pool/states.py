@@ -13,7 +13,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvloom.caches import CacheFormat
-from kvloom.caches.prefix_group import GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import PrefixGroup
+from kvloom.caches.row import Row
 from kvloom.caches.states import StatePages, StateSpec
 from kvloom.core.checks import expect_range
 from kvloom.errors import UnsupportedError
@@ -85,7 +86,7 @@ class PoolStates:
             cache.grid = Grid(self.interval, end)
             cache.grid.wanted = {count * self.pages.page_size for count in num_shared} - {0, end}
             if end:
-                states = self.pages.read([GroupTable(table) for table in held])
+                states = self.pages.read([Row(table) for table in held])
                 restore_states(cache.layers, self.pages.specs, states)
             events = cache.sequences[0].pages.pool.events
             for table in held:
@@ -93,9 +94,7 @@ class PoolStates:
         finally:
             release_all(held)
 
-    def write(
-        self, cache: Cache, row: int, tokens: Sequence[int], scope: str, found: int
-    ) -> GroupTable | None:
+    def write(self, cache: Cache, row: int, tokens: Sequence[int], scope: str, found: int) -> Row | None:
         """Let others find the states of a row of a cache, and evict the states it continued from first.
 
         Args:

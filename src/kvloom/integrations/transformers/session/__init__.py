@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel
 
 from kvloom.core.checks import expect_range
@@ -20,15 +19,13 @@ from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.text_config import has_latents, names_rank, text_config_of
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.session.sizes import stateful_layers_of
+from kvloom.integrations.transformers.versions import IS_4, OLDEST
 from kvloom.paging import expect_policy
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
-
-OLDEST: Final = "5.19.0"
-"""The oldest supported version of transformers."""
 
 SESSIONS: Final = "init_continuous_batching"
 """Name of the method of a model that makes a session."""
@@ -142,7 +139,7 @@ def put_beneath(model: Any, method: Any) -> None:
         present.beneath = method
     elif method is None:
         vars(model).pop(SESSIONS, None)
-    elif hasattr(type(model), SESSIONS) and Version(transformers.__version__) >= Version(OLDEST):
+    elif hasattr(type(model), SESSIONS) and not IS_4:
         setattr(model, SESSIONS, method)
 
 
@@ -187,7 +184,7 @@ class _Init:
 
 def expect_served(model: PreTrainedModel) -> None:
     """Raise UnsupportedError for models that transformers' continuous batching, or ours, does not support."""
-    if Version(transformers.__version__) < Version(OLDEST):
+    if IS_4:
         raise UnsupportedError(
             f"continuous batching must have transformers {OLDEST} or newer, got {transformers.__version__}"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Final, NamedTuple
 
-from kvloom.caches.prefix_group import GroupTable
+from kvloom.caches.row import Row
 from kvloom.errors import ArgumentError
 from kvloom.paging import PageRef, PageTable
 
@@ -64,7 +64,7 @@ class AgentSession:
     salt: str
     state: str
     tokens: Sequence[int]
-    groups: list[GroupTable]
+    groups: list[Row]
     began: float
     used: float
     reason: str = ""
@@ -217,7 +217,7 @@ class AgentSessions:
         tokens: Sequence[int],
         salt: str,
         state: str,
-        groups: Sequence[GroupTable],
+        groups: Sequence[Row],
         limits: Sequence[int],
     ) -> None:
         """Let the session of a request that has ended hold its pages, instead of its earlier pages.

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from transformers.cache_utils import Cache
 
-from kvloom.caches.prefix_group import GroupTable
+from kvloom.caches.row import Row
 from kvloom.integrations.transformers.session.report import PageMap, RequestPages
 from kvloom.paging import PagePool, PageTable
 
@@ -75,7 +75,7 @@ class Held:
         num_stored: Number of these tokens that a store below was given, or had.
     """
 
-    groups: list[GroupTable]
+    groups: list[Row]
     salt: str
     num_prompt: int
     num_found: int

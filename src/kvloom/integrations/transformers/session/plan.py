@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvloom.caches.step import Step
 from kvloom.integrations.transformers.session.groups import SessionGroup
 from kvloom.integrations.transformers.session.held import Held
 from kvloom.integrations.transformers.session.recurrent import Feed, MixerCalls
-from kvloom.integrations.transformers.session.step import Step
 
 
 class Begun(NamedTuple):

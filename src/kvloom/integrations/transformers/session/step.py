@@ -1,73 +1,19 @@
-"""A step of a session: its attention metadata, made once, and attention in every layer.
+"""Attention of a step of a session in every layer.
 
-Shapes: T new tokens of all requests, B requests, P pages of a request, H key/value heads, Hq query
+Shapes: T new tokens of all requests, H key/value heads, Hq query
 heads, D head dim of keys, Dv of values.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.prefix_group import GroupTable
+from kvloom.caches.step import Step
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.session.groups import SessionGroup
-
-
-class GroupStep(NamedTuple):
-    """Attention metadata of one group of layers.
-
-    Attributes:
-        slots: ``[T]``, slots of the new tokens.
-        batch: Batch that attention reads.
-        first_position: ``[B]``, position of the first token in the index of each request; ``None`` for 0.
-    """
-
-    slots: Tensor
-    batch: ops.Batch
-    first_position: Tensor | None
-
-
-class Step:
-    """Attention metadata of one forward pass, shared by all layers.
-
-    Args:
-        lengths: Numbers of stored and new tokens of each request.
-        groups: Groups of layers.
-        tables: For each group, the pages of each request.
-
-    Attributes:
-        groups: Metadata of each group.
-        num_tokens: T.
-        positions: ``[T]``, positions of the new tokens in their texts.
-    """
-
-    def __init__(
-        self,
-        lengths: Sequence[tuple[int, int]],
-        groups: Sequence[SessionGroup],
-        tables: Sequence[Sequence[GroupTable]],
-    ) -> None:
-        storages = [next(iter(group.storages.values())) for group in groups]
-        device = storages[0].device
-        stored, new = torch.tensor(lengths, device=device).unbind(1)
-        seqstarts = _starts(new)
-        sequence = torch.repeat_interleave(new)
-        position = torch.arange(len(sequence), device=device) + (stored - seqstarts[:-1])[sequence]
-        self.positions = position
-        self.num_tokens = len(sequence)
-        self.groups: list[GroupStep] = []
-        for group, held, storage in zip(groups, tables, storages, strict=True):
-            index, begins = group.index_of(held, storage)
-            ends, own, bases = stored + new, position, None
-            if any(begins):
-                bases = torch.tensor(begins, device=device)
-                ends, own = ends - bases, position - bases[sequence]
-            batch = ops.Batch(index, seqstarts, _starts(ends))
-            self.groups.append(GroupStep(index.slots(sequence, own), batch, bases))
 
 
 @dataclass(frozen=True)
@@ -164,10 +110,3 @@ class StepAttention:
             exact.store(key, value, slots)
         beside = exact, newest, self._num_newest, first, is_latent
         return storage.attend_beside(query, batch, scores, *beside)[None]
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    """Cumulative sums ``[B + 1]`` of ``lengths``, from 0."""
-    starts = lengths.new_zeros(len(lengths) + 1)
-    torch.cumsum(lengths, 0, out=starts[1:])
-    return starts
