@@ -53,7 +53,7 @@ def test_a_page_more_costs_the_same_behind_any_number_of_pages() -> None:
         sequences.place(0, num_pages * PAGE, sequences.storages[0], 1)
         sequences.run()
         lines.append(interrupted(0, partial(grow, sequences)))
-    assert max(lines) <= 1.05 * min(lines)  # a look-up by hash passes others of the same place
+    assert len(set(lines)) == 1
 
 
 def grow(sequences: Sequences) -> None:
@@ -92,7 +92,7 @@ def test_a_commit_costs_what_is_new_behind_any_number_of_tokens() -> None:
         assert Read.num_read == 2 * PAGE  # the new page, and the last one before it
         cache.check()
         assert cache.begin([*range(num_pages * PAGE), *range(PAGE + 1)]).num_cached == (num_pages + 1) * PAGE
-    assert max(lines) <= 1.05 * min(lines)  # a look-up by hash passes others of the same place
+    assert max(lines) - min(lines) < 40  # pages may share an entry of the tree's table
 
 
 def write(cache: PrefixCache, sequence: PrefixSequence, num_tokens: int) -> None:
