@@ -77,8 +77,7 @@ class Pages:
     def __init__(self, format: CacheFormat, is_kept: bool = False, policy: str = "lru") -> None:
         self.format = format
         self.needs_positions = any(x.needs_positions for x in format.layers or (format,))
-        self.is_window: bool = False  # sequences hold few pages each: the pool grows only by need
-        self.most: int | None = None  # pages of one sequence of a window, beyond which it grows only by need
+        self.most: int | None = None  # pages of one sequence, beyond which the pool grows only by need
         self.least: int | None = None
         self.is_kept = False
         self.policy = policy
@@ -92,8 +91,7 @@ class Pages:
 
     def __reduce__(self) -> Any:
         """Pickle no pages: their holders save them."""
-        state = {"is_window": self.is_window, "most": self.most, "least": self.least}
-        return Pages, (self.format, False, self.policy), state
+        return Pages, (self.format, False, self.policy), {"most": self.most, "least": self.least}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         residual: Pages | None = state.pop("residual", None)
@@ -106,7 +104,7 @@ class Pages:
         if not self.format.recent:
             return None
         pages = Pages(self.format.residual(self.format.page_size if self.is_kept else _RESIDUAL))
-        pages.is_window, pages.least = True, _num_residual(self.format)
+        pages.least = _num_residual(self.format)
         if self.is_kept:
             pages.keep()
         return pages
@@ -317,7 +315,7 @@ class Pages:
         # Growing by a quarter wastes little, and each token moves about four times in all. Short texts
         # double, or they would move at every page.
         doubled = min(have, _DOUBLED // size * max(self.pool.num_extents, 1))
-        wanted = have + (missing if self.is_window else max(have // 4, doubled, missing))
+        wanted = have + max(have // 4, doubled, missing)
         if self.most is not None:
             wanted = max(have + missing, min(wanted, self.most * max(self.pool.num_extents, 1)))
         if limit is None:

@@ -47,7 +47,7 @@ class Sequences(Placement):
         pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
         super().__init__(pages, window, rollback, is_required=is_required)
         if window is not None:
-            self.pages.most = self.most_pages
+            self.pages.most = self.most_pages if is_required else 0  # few, so that each counts
         self.requests: list[int] = []  # of new sequences, for events
         self.is_padded = False
         self.previous: Sequences | None = None

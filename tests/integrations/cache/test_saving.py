@@ -13,7 +13,7 @@ from oracles.language_models import make_model
 from oracles.round_trips import every_way
 from torch import Tensor
 
-from kvloom.caches import Sequences
+from kvloom.caches import PagedLayer, Sequences
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
 
@@ -141,7 +141,9 @@ def test_a_pool_finds_its_prefixes_again(again: Callable[[Any], Any]) -> None:
 
 
 def test_a_cache_that_an_earlier_release_saved_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing of what a model remembers, and of a residual window one number for all rows."""
+    """It says nothing of what a model remembers. A residual window is in the sequences of the codes, with one
+    number for all rows.
+    """
     model = make_model("kvloom")
     cache: Any = KVCache.for_model(model, "int4:g8,recent=24")
     model(text(50, rows=2), past_key_values=cache)
@@ -153,11 +155,18 @@ def test_a_cache_that_an_earlier_release_saved_is_read(monkeypatch: pytest.Monke
     reduce = Sequences.__reduce__
 
     def reduced_before(self: Sequences) -> Any:
-        load, (made_of, (*attributes, stale, is_padded), *saved) = reduce(self)
-        return load, (made_of, (*attributes, stale[0], is_padded), *saved)
+        load, (made_of, (*attributes, _, is_exact, stale, is_padded), *saved) = reduce(self)
+        beside = cache.sequences[1] if self is cache.sequences[0] else None
+        return load, (made_of, (*attributes, beside, is_exact, stale[0], is_padded), *saved)
+
+    def state_before(self: PagedLayer) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "residual"}
 
     monkeypatch.setattr(Sequences, "__reduce__", reduced_before)
+    monkeypatch.setattr(PagedLayer, "__getstate__", state_before, raising=False)
     loaded = pickle.loads(pickle.dumps(cache))  # noqa: S301 (our own)
+    assert len(loaded.sequences) == 2
+    assert len({layer.pages.residual for layer in loaded.layers}) == 1
     assert torch.equal(loaded.fork().layers[0].keys, fork.layers[0].keys)
     more = text(9, 1, 2)
     assert torch.equal(*[model(more, past_key_values=c).logits for c in (loaded, fork)])
