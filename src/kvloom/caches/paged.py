@@ -197,7 +197,10 @@ class PagedLayer(Layer):
             sequences.pages.fit(storage)
             if residual is not None and exact is not None:
                 if (residual.begins, residual.num_positions) != (sequences.begins, sequences.num_positions):
-                    raise StateError("rows of a residual window must be changed as those beside it")
+                    raise StateError(
+                        f"rows of a residual window must end where those of the codes do, after "
+                        f"{sequences.num_positions} tokens, got {residual.num_positions}: change both"
+                    )
                 residual.pages.fit(exact)
             result = store(storage, exact, key, value)
         sequences.storages[self.index] = storage
