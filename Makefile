@@ -14,17 +14,6 @@ TOKENS ?= 128
 WORKERS ?= 2
 ARCH :=
 VERSION :=
-MATRIX ?= 4.57.6 5.19.0 5.21.0 5.23.0 5.24.0
-PYTHONS ?= 3.10 3.11 3.12 3.13
-# The oldest that pyproject.toml allows and the newest. A version alone is one of these, not what .venv gets.
-TORCHES ?= 2.10.0 2.15.0
-ifeq ($(findstring torch,$(TORCH)),)
-    ifneq ($(MAKECMDGOALS),test-torch)
-        $(error TORCH must be arguments of pip such as torch==2.13.0, a version with test-torch only, got $(TORCH))
-    endif
-    TORCHES := $(TORCH)
-    override TORCH := torch==2.13.0
-endif
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -35,12 +24,8 @@ KERNELS := tests/ops tests/quant
 # What is the same with each instruction set: Triton's kernels, what is refused, what torch is told of operators.
 SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py' '*/test_gradients.py'
 TESTS := tests/integrations/vllm
-MATRIX_TESTS ?= tests/integrations tests/measuring
 # What `make test` does with some cases of the products of its parameters; kernels are in test-isa.
 PRODUCTS = $(shell grep -rlE --include='test_*.py' --exclude-dir=session 'oracles\.pairs|is_whole' tests/integrations tests/conform)
-# What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
-TORCH_TESTS ?= tests/ops tests/caches
-NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'
 # What is in tiles.
 TILES := $(wildcard tests/ops/test_attend_*.py) tests/ops/test_cpu_attend.py tests/ops/test_tiles.py
 # What is compared on Arm where there is none, an emulator; the last torch of PyPI's for Arm that needs no CUDA.
@@ -59,9 +44,6 @@ FILES := model vectors
 FILE_SOURCES := $(FILES:%=%/pyproject.toml) $(shell find $(FILES:%=%/src) -type f ! -name '*.pyc')
 SOURCES := pyproject.toml CMakeLists.txt README.md CHANGELOG.md LICENSE $(wildcard scripts/*.py scripts/*.sh) \
     $(shell find csrc src -type f ! -name '*.pyc')
-# What every Python must pass; BARE of torch, what needs none.
-TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/paging
-BARE_TIER := --confcutdir tests/paging --hypothesis-profile ci tests/paging
 # Environments that build nothing, and what `make` built for them.
 UNBUILT := --no-build-isolation --config-settings wheel.cmake=false
 LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/impl/libkvloom_cpu.*))
@@ -70,8 +52,8 @@ SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
 .PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
-    test-hosts asan asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install release \
-    test-pythons check format bench bench-gpu bench-vllm clean
+    test-hosts asan asan-library asan-hostile slow tsan test-arm wheel test-install release check \
+    format bench bench-gpu bench-vllm clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -160,7 +142,8 @@ test-upcoming: $(READY)
 	rm -rf build/upcoming
 	$(BIN)/python $(PIP) install --pre --target build/upcoming --no-deps transformers
 	PYTHONPATH=build/upcoming $(BIN)/python scripts/extension_points.py
-	PYTHONPATH=build/upcoming $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(MATRIX_TESTS)
+	PYTHONPATH=build/upcoming $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	    tests/integrations tests/measuring
 
 # All of the above and below that can run here; HOSTS='lmcache torch' some. Writes docs/versions.md.
 test-hosts: $(READY)
@@ -222,39 +205,6 @@ test-arm: $(READY)
 	        build/aarch64/arm/python -m pytest --quiet $(ARM_TESTS) $(ARGS); \
 	done
 
-# The same tests with other versions of transformers, each in an environment of its own; the kernels are built once.
-test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
-	@status=0; for version in $(MATRIX); do \
-	    echo "transformers $$version"; \
-	    KVLOOM_LIBRARY=$(LIBRARY) .venv-transformers-$$version/bin/python -m pytest --quiet --numprocesses $(WORKERS) \
-	        --dist worksteal $(MATRIX_TESTS) || status=1; \
-	done; exit $$status
-
-.venv-transformers-%: $(READY)
-	$(BIN)/python -m venv $@
-	$@/bin/python $(PIP) install $(TORCH)
-	$@/bin/python $(PIP) install $(BUILD)
-	$@/bin/python $(PIP) install $(UNBUILT) --editable . \
-	    transformers==$* peft rich xxhash pytest pytest-xdist hypothesis
-
-# What is installed beside other versions of torch; the kernels are built once. PyPI's torch brings gigabytes of CUDA.
-test-torch: $(addprefix .venv-torch-,$(TORCHES))
-	@set -e; export KVLOOM_LIBRARY=$(LIBRARY); for version in $(TORCHES); do \
-	    echo "torch $$version"; python=.venv-torch-$$version/bin/python; \
-	    $$python $(PIP) install $(UNBUILT) --force-reinstall --no-deps ./model .; \
-	    $$python scripts/smoke.py; \
-	    $$python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	        $(NOT_TORCH:%=--ignore-glob=%) $(TORCH_TESTS); \
-	done
-
-# A machine may have constraints of its own on torch, which do not count here.
-.venv-torch-%: $(READY)
-	$(BIN)/python -m venv $@
-	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$*
-	$@/bin/python $(PIP) install $(BUILD)
-	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$* 'transformers>=5.19' rich xxhash \
-	    pytest pytest-xdist hypothesis
-
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and two of each of
 # FILES. It is built as pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64:
 # the wheel for Arm, by a cross compiler, in dist/aarch64. A library that needs more than PLATFORM has is refused, on Arm by
@@ -302,19 +252,6 @@ release: $(READY)
 	$(MAKE) test-install
 	$(MAKE) wheel ARCH=aarch64
 	$(BIN)/python scripts/release.py check
-
-# The wheel with each Python of this machine and a torch of its own, which may bring gigabytes of CUDA; BARE=1: none.
-test-pythons: wheel
-	@set -e; for version in $(PYTHONS); do \
-	    if ! python$$version -c '' 2>/dev/null; then echo "no python$$version on this machine"; continue; fi; \
-	    echo "Python $$version"; env=.venv-python-$$version$(if $(BARE),-bare); \
-	    test -x $$env/bin/python || python$$version -m venv $$env; \
-	    $(if $(BARE),,$$env/bin/python $(PIP) install $(TORCH) 'transformers>=5.19' rich xxhash;) \
-	    $$env/bin/python $(PIP) install pytest hypothesis; \
-	    $$env/bin/python $(PIP) install --force-reinstall --no-deps dist/*.whl; \
-	    $$env/bin/kvloom --version; \
-	    $$env/bin/python -m pytest --quiet $(if $(BARE),$(BARE_TIER),$(TIER)); \
-	done
 
 check: $(READY)
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
@@ -370,7 +307,7 @@ $(WITH_TRITON): $(READY)
 	@touch $@
 
 clean:
-	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .nox .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
 $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)

@@ -22,7 +22,7 @@ class Host(NamedTuple):
     """What is tested.
 
     Attributes:
-        target: Of make.
+        target: Of make, or behind ``nox`` a session of noxfile.py.
         what: It tests.
         label: Before each version in what it prints; empty if it has one.
         version: Of that one; in what it prints, or said by ``make``'s variable of this name.
@@ -37,12 +37,12 @@ class Host(NamedTuple):
 
 
 HOSTS: Final = {
-    "python": Host("test-pythons", "Python", "Python ", "", "the wheel, and what needs no torch"),
-    "torch": Host("test-torch", "torch", "torch ", "", "operators and caches"),
+    "python": Host("nox wheel", "Python", "Python ", "", "the wheel, and what needs no torch"),
+    "torch": Host("nox torch", "torch", "torch ", "", "operators and caches"),
     "isa": Host("test-isa", "x86-64 instructions", "KVLOOM_ISA=", "", "kernels, all products"),
     "arm": Host("test-arm", "Arm, emulated", "", "NEON", "kernels"),
     "triton": Host("test-triton", "Triton", "", "interpreted or on a GPU", "kernels"),
-    "transformers": Host("test-matrix", "transformers", "transformers ", "", "all integrations"),
+    "transformers": Host("nox transformers", "transformers", "transformers ", "", "all integrations"),
     "vllm": Host("test-vllm", "vLLM", "", "VLLM", "the engine with int8 and int4 pages, and stores"),
     "clients": Host("test-clients", "clients", "client ", "", "what they ask, generate and evict"),
     "vllm-python": Host(
@@ -95,7 +95,8 @@ def has_failed(result: str) -> bool:
 def run(name: str, when: str) -> list[Row]:
     """Run one host and show what it prints; the rows of its versions."""
     host, lines = HOSTS[name], []
-    command = ["make", host.target]
+    session = host.target.removeprefix("nox ")
+    command = ["make", session] if session == host.target else [".venv/bin/nox", "-s", session]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -105,7 +106,7 @@ def run(name: str, when: str) -> list[Row]:
             lines.append(line.rstrip())
     results = dict(results_of(lines, host.label))
     if not results or (process.returncode and not any(map(has_failed, results.values()))):
-        results[""] = f"{_NOT_HERE}: make {host.target} ended with {process.returncode}"
+        results[""] = f"{_NOT_HERE}: {' '.join(command)} ended with {process.returncode}"
     where = f"{when}, {runpy.run_path(str(ROOT / 'benchmarks' / 'processor.py'))['name']()}"
     return [
         Row(host.what, version or variable(host.version), host.tests, result, where)

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from oracles.asked import Asked
 from oracles.interrupts import interrupted
 from torch import Tensor
 
@@ -365,7 +366,7 @@ def test_a_step_of_one_sequence_costs_the_same_beside_any_number_of_others(windo
         cache.end(others[0])  # its page is evicted by the step
         lines.append(interrupted(0, partial(step_and_end, cache, own)))
         assert cache.report()["evictable"] == 3
-    assert lines[1] < 1.2 * lines[0]  # nodes of a tree may share an entry of its table
+    assert lines[1] - lines[0] < 40  # pages may share an entry of the tree's table
 
 
 def step_and_end(cache: PrefixCache, sequence: PrefixSequence) -> None:
@@ -373,3 +374,15 @@ def step_and_end(cache: PrefixCache, sequence: PrefixSequence) -> None:
     write(cache, sequence)
     cache.attend(torch.zeros(1, HEADS, DIM), [sequence], 0)
     cache.end(sequence)
+
+
+@pytest.mark.parametrize("windows", [[None, None], [6, None], [6, 9]])
+def test_each_page_of_a_text_is_asked_once_in_each_group(
+    windows: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = CacheFormat(page_size=PAGE, max_tokens=64)
+    cache = PrefixCache(form, num_layers=2, heads=HEADS, head_dim=DIM, dtype=torch.float32, windows=windows)
+    write(cache, cache.begin(range(5 * PAGE)))
+    asked = Asked(monkeypatch)
+    assert cache.begin(range(5 * PAGE + 1)).num_cached == 5 * PAGE
+    assert asked.walks == [5] * len(set(windows))

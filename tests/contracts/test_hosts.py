@@ -58,7 +58,9 @@ def test_the_page_is_read_as_it_is_written() -> None:
     assert page.index("torch | 2") < page.index("LMCache | 1")
 
 
-def test_hosts_are_targets_of_make() -> None:
-    makefile = (hosts.ROOT / "Makefile").read_text(encoding="utf-8")
-    assert [host.target for host in hosts.HOSTS.values() if f"\n{host.target}:" not in makefile] == []
+def test_hosts_are_targets_of_make_and_sessions_of_nox() -> None:
+    makefile, sessions = ((hosts.ROOT / x).read_text(encoding="utf-8") for x in ("Makefile", "noxfile.py"))
+    for host in hosts.HOSTS.values():
+        kind, _, session = host.target.rpartition(" ")
+        assert f"\ndef {session}(" in sessions if kind == "nox" else f"\n{host.target}:" in makefile
     assert hosts.variable("LMCACHE") in makefile

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-IGNORED = re.compile(r"\.git|\.venv.*|\..*_cache|\.hypothesis|__pycache__|build|dist|.*\.egg-info")
+IGNORED = re.compile(r"\.git|\.nox|\.venv.*|\..*_cache|\.hypothesis|__pycache__|build|dist|.*\.egg-info")
 SUFFIXES = "cpp|h|json|md|patch|py|safetensors|svg|toml|txt|yml|yaml"
 NAMED = re.compile(rf"[\w*][\w*./-]*\.(?:{SUFFIXES})(?![\w.])|`([\w*.-]+/[\w*./-]*)`")
 LINKED = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)")

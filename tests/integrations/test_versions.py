@@ -52,6 +52,7 @@ def test_a_prerelease_of_a_supported_version_is_taken() -> None:
         expect_supported(version)
 
 
+@pytest.mark.process
 def test_importing_the_integration_refuses_others_first() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT, "5.12.0"], capture_output=True, text=True, check=False

@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,6 +179,37 @@ def test_what_cannot_be_asked_is_a_sentence(
 ) -> None:
     assert check(server, *options) == 2
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+class Another(BaseHTTPRequestHandler):
+    """A server that is none of models."""
+
+    body = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        kind = "text/html" if self.body.startswith(b"<") else "application/json"
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("body", [b'{"object": "list", "data": []}', b"<html>", b"{}"])
+def test_a_server_that_lists_no_model_is_a_sentence(
+    body: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Another, "body", body)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Another) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}/v1"
+        assert main(["check-answers", "--url", url]) == 2
+        other.shutdown()
+    assert capsys.readouterr().err == (
+        f"kvloom: --url must be of a server that lists a model, got none at {url}\n"
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["serve"], ["serve", "--rate", "1,2", "--plot", "f.svg"]])

@@ -20,7 +20,7 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
-from kvloom.store import Fingerprint, KVStore, layers_of, put_below
+from kvloom.store import Fingerprint, KVStore, layers_of, prefixes, put_below
 
 TOKENS = list(range(20, 36))
 
@@ -133,3 +133,24 @@ def test_a_pool_of_a_model_and_a_cache_share_a_store(tmp_path: Path) -> None:
         expected = ops.load(theirs_at, theirs.view, dtype=torch.float32)
         for mine, other in zip(ops.load(mine_at, storage.view, dtype=torch.float32), expected, strict=True):
             assert torch.equal(mine, other)
+
+
+def test_what_a_store_of_other_pages_knows_of_a_text_is_asked_with_its_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page was asked for by the tokens up to it, which is quadratic."""
+    first, tokens = make(), list(range(100, 164))
+    with store_over(first, f"file://{tmp_path}"):
+        write(first, first.begin(tokens))
+    second, num_packed = make(page_size=2), 0
+    below = put_below(second, KVStore(f"file://{tmp_path}"), whose(second))
+    pack = prefixes.token_bytes
+
+    def count(some: Any) -> bytes:
+        nonlocal num_packed
+        num_packed += len(some)
+        return pack(some)
+
+    monkeypatch.setattr(prefixes, "token_bytes", count)
+    assert below.known([*tokens, 1, 1], "") == [True] * 32 + [False]
+    assert num_packed == 66

@@ -204,13 +204,13 @@ class PrefixCache:
         if not ids:
             raise ArgumentError("tokens must hold at least one token, got none")
         prefixes, text = self.prefixes, ids[:-1]
-        held = prefixes.look_up(text, salt)
-        events, num_pages = self.pages.pool.events, prefixes.num_known(text, salt)
+        found, held = prefixes.look_up(prefixes.find(text, salt), salt)
+        events, num_pages = self.pages.pool.events, prefixes.num_whole(found)
         num_tokens, request = num_pages * prefixes.page_size, 0 if events is None else events.request
-        tables = prefixes.hold(text, salt, num_tokens, held, request)
+        tables = prefixes.hold(found, num_tokens, held, request)
         groups = [Row(table, num_pages - table.num_pages) for table in tables]
         sequence = self._keep(PrefixSequence(ids, salt, groups, len(self.windows)))
-        sequence.num_shared = prefixes.num_shared(text, salt)
+        sequence.num_shared = prefixes.num_shared(found)
         return sequence
 
     def extend(self, sequence: PrefixSequence, tokens: Iterable[int]) -> None:

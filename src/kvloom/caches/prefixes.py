@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from kvloom.caches.found import Found
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.saving import hold, save_pages
 from kvloom.paging import PageRef, PageTable, check, whole
@@ -56,11 +57,18 @@ class Prefixes:
         """The first group."""
         return self.groups[0]
 
+    def find(self, tokens: Sequence[int], scope: str) -> Found:
+        """What the groups have of a text; raises as ``Found``."""
+        return Found(self.groups, tokens, scope)
+
     def num_known(self, tokens: Sequence[int], scope: str, max_tokens: int | None = None) -> int:
         """Number of pages of the longest complete prefix, of at most ``max_tokens`` tokens."""
-        if len(self.groups) == 1:
-            return self.main.tree.num_known(tokens, scope, max_tokens=max_tokens)
-        return self._longest(self._are_there(tokens[:max_tokens], scope))
+        return self.num_whole(self.find(tokens[:max_tokens], scope))
+
+    def num_whole(self, found: Found, max_tokens: int | None = None) -> int:
+        """``num_known`` of a text."""
+        limit = None if max_tokens is None else max_tokens // self.page_size
+        return found.longest(found.fewest_there, limit)
 
     @whole
     def begin(
@@ -68,7 +76,7 @@ class Prefixes:
         texts: Sequence[tuple[Sequence[int], str, str]],
         begins: Sequence[int],
         is_within: Callable[[int, int], bool],
-    ) -> tuple[int, list[list[PageTable]]]:
+    ) -> tuple[int, list[Found], list[list[PageTable]]]:
         """Find the most columns that a batch can begin with, where each row has a complete prefix.
 
         Args:
@@ -78,38 +86,41 @@ class Prefixes:
                 there.
 
         Returns:
-            Number of columns, and the result of ``hold`` for each row: tables of that number minus its
-            ``begins``; the last page may be partly filled.
+            Number of columns; for each row what was found, and the result of ``hold``: tables of that number
+            minus its ``begins``, the last page of which may be partly filled.
         """
+        every = [self.find(tokens, scope) for tokens, scope, _ in texts]
         held, requests, events = list[list[list[PageRef]]](), list[int](), self.main.pages.pool.events
-        wanted = 0 if self.main.below is None else self._num_columns(texts, begins, is_within)
+        is_stored, salts = self.main.below is not None, [salt for *_, salt in texts]
+        wanted = self._num_columns(every, begins, is_within, salts) if is_stored else 0
         try:
-            for text, begin in zip(texts, begins, strict=True):
-                held.append(self.look_up(*text, max(wanted - begin, 0)))
+            for row, begin in enumerate(begins):
+                num_tokens = max(wanted - begin, 0)
+                found = every[row].again() if row and is_stored else every[row]  # a read may evict pages
+                every[row], own = self.look_up(found, salts[row], num_tokens)
+                held.append(own)
                 requests.append(0 if events is None else events.num_requests)
         except BaseException:
             for refs in held:
                 self.release(refs)
             raise
-        end = self._num_columns([(*text[:2], None) for text in texts], begins, is_within)
-        rows = zip(texts, begins, held, requests, strict=True)
-        return end, [
-            self.hold(*x[:2], max(end - begin, 0), refs, request) for x, begin, refs, request in rows
-        ]
+        every = [found.again() for found in every] if is_stored and len(every) > 1 else every
+        end = self._num_columns(every, begins, is_within)
+        rows = zip(every, begins, held, requests, strict=True)
+        return end, every, [self.hold(x, max(end - begin, 0), refs, own) for x, begin, refs, own in rows]
 
     def _num_columns(
         self,
-        texts: Sequence[tuple[Sequence[int], str, str | None]],
+        every: Sequence[Found],
         begins: Sequence[int],
         is_within: Callable[[int, int], bool],
+        salts: Sequence[str] | None = None,
     ) -> int:
-        """Number of columns as of ``begin``; for rows with a salt, pages that stores may have count, too."""
-        fewest = []
-        for text in texts:
-            there = zip(self.groups, self._are_there(*text), strict=True)
-            of_groups = [group.tree.fewest(pages) for group, pages in there]
-            fewest.append([max(page) for page in zip(*of_groups, strict=True)])
-        num_columns, before = begins[0] + len(texts[0][0]), -1
+        """Number of columns as of ``begin``; with salts, pages that stores may have count, too."""
+        fewest = [found.fewest_there for found in every]
+        if salts is not None:
+            fewest = [x.fewest(self._are_stored(x, salt)) for x, salt in zip(every, salts, strict=True)]
+        num_columns, before = begins[0] + len(every[0].tokens), -1
         while num_columns != before:
             before = num_columns
             for row, begin in enumerate(begins):
@@ -123,44 +134,53 @@ class Prefixes:
                 num_columns = begin + num_tokens
         return num_columns
 
-    def num_shared(self, tokens: Sequence[int], scope: str) -> int:
+    def num_shared(self, found: Found) -> int:
         """Number of pages that a text shares with a known one, for ``prefer``; 0 if no group has a window."""
         has_windows = any(group.window is not None for group in self.groups)
-        return self.main.tree.num_same(tokens, scope) if has_windows else 0
+        return len(found.paths[0].pages) if has_windows else 0
+
+    def retain(self, found: Found, num_pages: int, max_tokens: int | None = None) -> list[list[PageRef]]:
+        """Retain the pages of each group that a complete prefix of a text needs, and record the look-up."""
+        asked = found.pages if max_tokens is None else found.pages[: max_tokens // self.page_size]
+        return [
+            group.tree.retain(path, num_pages, asked, found.scope, len(found.tokens))
+            for group, path in zip(self.groups, found.paths, strict=True)
+        ]
 
     @whole
     def look_up(
-        self, tokens: Sequence[int], scope: str, salt: str | None = None, num_tokens: int | None = None
-    ) -> list[list[PageRef]]:
+        self, found: Found, salt: str, num_tokens: int | None = None
+    ) -> tuple[Found, list[list[PageRef]]]:
         """Retain the pages of the longest complete prefix; read missing pages of a longer one from stores.
 
         Args:
-            tokens: Token ids from the start of the text, all of which may be found.
-            scope: Key of the text in the trees.
-            salt: Key of the text in the stores; ``scope`` if ``None``.
+            found: Result of ``find`` for a text, all of which may be found.
+            salt: Key of the text in the stores.
             num_tokens: Length of the wanted prefix; the longest if ``None``.
 
         Returns:
-            Pages of each group, held by the caller until ``hold`` or ``release`` takes them.
+            What is found then, and the pages of each group, held by the caller until ``hold`` or ``release``
+            takes them.
         """
-        num_known, salt = self.num_known(tokens, scope), scope if salt is None else salt
-        held = [group.tree.match(tokens, scope, num_pages=num_known) for group in self.groups]
+        held = self.retain(found, self.num_whole(found))
         if self.main.below is None:
-            return held
+            return found, held
+        is_read = False
         try:
-            needed = self.needed(tokens, scope, salt, num_tokens)
+            needed = self.needed(found, salt, num_tokens)
             for group, refs, own in zip(self.groups, held, needed, strict=True):
                 for ref in own.found:
                     group.pages.pool.retain(ref)
                 count = len(refs)
                 refs += own.found
                 if group.below is not None and own.num_missing:
+                    is_read = True
                     group.make_room(own.num_missing)
-                    refs[count:] = group.below.fetch(own.tokens, own.found, salt, scope, own.first)
+                    refs[count:] = group.below.fetch(own.tokens, own.found, salt, found.scope, own.first)
         except BaseException:
             self.release(held)
             raise
-        return held
+        return found.again() if is_read else found, held
 
     def release(self, held: Sequence[Sequence[PageRef]]) -> None:
         """Release the pages that ``look_up`` retained in each group."""
@@ -168,28 +188,24 @@ class Prefixes:
             for ref in reversed(refs):
                 group.pages.pool.release(ref)
 
-    def needed(
-        self, tokens: Sequence[int], scope: str, salt: str, num_tokens: int | None = None
-    ) -> list["Needed"]:
+    def needed(self, found: Found, salt: str, num_tokens: int | None = None) -> list["Needed"]:
         """Pages that each group needs for the longest prefix that may be complete; as of ``look_up``."""
         if num_tokens is None:
-            num_tokens = self._longest(self._are_there(tokens, scope, salt)) * self.page_size
-        text = tokens[: -(-num_tokens // self.page_size) * self.page_size]
-        every = []
-        for group in self.groups:
+            num_tokens = found.longest(found.fewest(self._are_stored(found, salt))) * self.page_size
+        num_pages, every = -(-num_tokens // self.page_size), []
+        text = found.tokens[: num_pages * self.page_size]
+        for group, path in zip(self.groups, found.paths, strict=True):
             first = group.tree.first_seen(num_tokens)
-            every.append(Needed(text, first, group.tree.pages_from(text, scope, first), self.page_size))
+            refs = group.pages.pool.refs(group.tree.run(path, first, num_pages))
+            every.append(Needed(text, first, refs, self.page_size))
         return every
 
     @whole
-    def hold(
-        self, tokens: Sequence[int], scope: str, num_tokens: int, held: list[list[PageRef]], request: int
-    ) -> list[PageTable]:
-        """Make tables that hold a complete prefix, as found by ``num_known``.
+    def hold(self, found: Found, num_tokens: int, held: list[list[PageRef]], request: int) -> list[PageTable]:
+        """Make tables that hold a complete prefix of a text.
 
         Args:
-            tokens: Token ids of the text.
-            scope: Key of the text in the trees.
+            found: What is found of the text.
             num_tokens: Length of the prefix, which may end within a page.
             held: Result of ``look_up``; pages that are not needed are released.
             request: Number of the request that owns the tables, for events.
@@ -198,22 +214,23 @@ class Prefixes:
             A table of each group, with the last pages of the prefix that it needs.
         """
         tables, num_pages = [], -(-num_tokens // self.page_size)
-        for group, refs in zip(self.groups, held, strict=True):
+        for group, path, refs in zip(self.groups, found.paths, held, strict=True):
             pool, table = group.pages.pool, group.new_table().table
             table.request = request
             table.claim()
             first = group.tree.first_seen(num_tokens)
-            found = group.tree.pages_from(tokens[: num_pages * self.page_size], scope, first)
-            rest = Counter(refs)
-            for ref in found:
-                if rest[ref]:
-                    rest[ref] -= 1
-                else:
-                    pool.retain(ref)
-            for ref in reversed([*rest.elements()]):
-                pool.release(ref)
-            table.adopt(found)
-            table.truncate(num_tokens - first * self.page_size if found else 0)
+            pages, wanted = group.tree.run(path, first, num_pages), refs
+            if pages != [ref.id for ref in refs]:
+                wanted, rest = pool.refs(pages), Counter(refs)
+                for ref in wanted:
+                    if rest[ref]:
+                        rest[ref] -= 1
+                    else:
+                        pool.retain(ref)
+                for ref in reversed([*rest.elements()]):
+                    pool.release(ref)
+            table.adopt(wanted)
+            table.truncate(num_tokens - first * self.page_size if wanted else 0)
             tables.append(table)
         return tables
 
@@ -290,27 +307,13 @@ class Prefixes:
         for group in self.groups:
             check(group.pages.pool, group.tree, group.pages.all_tables())
 
-    def _are_there(self, tokens: Sequence[int], scope: str, salt: str | None = None) -> list[list[bool]]:
-        """Whether each group has each page of a text, as far as all groups know the text.
-
-        With a ``salt``, for all pages of the text; pages that stores may have under it count, too.
-        """
-        if salt is None or self.main.below is None:
-            pages, there = list(self.main.tree.packed(tokens)), list[list[bool]]()
-            for group in self.groups:
-                there.append(group.tree.are_there(pages, scope))
-                del pages[len(there[-1]) :]
-            return [x[: len(pages)] for x in there]
+    def _are_stored(self, found: Found, salt: str) -> list[list[bool]]:
+        """Whether each group has each page of a text, or its store may have it."""
         if len(self.groups) == 1 and self.main.tree.window is None:
-            return [[True] * (len(tokens) // self.page_size)]  # the store reads as many as it has
-        there = []
-        for group in self.groups:
-            known = group.tree.known(tokens, scope)
-            stored = known if group.below is None else group.below.known(tokens, salt)
-            there.append([a or b for a, b in zip(known, stored, strict=True)])
-        return there
-
-    def _longest(self, there: Sequence[Sequence[bool]]) -> int:
-        """Number of pages of the longest complete prefix, given which pages each group has."""
-        whole = zip(*(g.tree.whole(x) for g, x in zip(self.groups, there, strict=True)), strict=True)
-        return max((i + 1 for i, x in enumerate(whole) if all(x)), default=0)
+            return [[True] * len(found.pages)]  # the store reads as many as it has
+        every = []
+        for group, path in zip(self.groups, found.paths, strict=True):
+            there = [page >= 0 for page in path.pages] + [False] * (len(found.pages) - len(path.pages))
+            stored = there if group.below is None else group.below.known(found.tokens, salt)
+            every.append([a or b for a, b in zip(there, stored, strict=True)])
+        return every

@@ -7,13 +7,30 @@ from kvloom.paging.events import Events
 from kvloom.paging.interrupts import interruptible, uninterrupted, whole
 from kvloom.paging.page_states import PageRef
 from kvloom.paging.pool import PagePool
-from kvloom.paging.prefix import PrefixTree
+from kvloom.paging.prefix import PrefixTree, TreePath
 from kvloom.paging.salts import expect_salt
 from kvloom.paging.states import Event, PageStates
 from kvloom.paging.table import Copy, Growth, PageTable, release_all
 
 __all__ = [
-    "CAUSES", "POLICIES", "Copy", "Event", "Events", "Growth", "Miss", "PagePool", "PageRef", "PageStates",
-    "PageTable", "PrefixTree", "check", "expect_policy", "expect_salt", "interruptible",
-    "release_all", "uninterrupted", "whole",
+    "CAUSES",
+    "POLICIES",
+    "Copy",
+    "Event",
+    "Events",
+    "Growth",
+    "Miss",
+    "PagePool",
+    "PageRef",
+    "PageStates",
+    "PageTable",
+    "PrefixTree",
+    "TreePath",
+    "check",
+    "expect_policy",
+    "expect_salt",
+    "interruptible",
+    "release_all",
+    "uninterrupted",
+    "whole",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.paging.arguments import expect_page_size
@@ -18,6 +18,18 @@ from kvloom.paging.nodes import Nodes, of_objects, record_present, recorded
 from kvloom.paging.page_states import PageRef
 from kvloom.paging.pool import PagePool
 from kvloom.paging.table import PageTable
+
+
+class TreePath(NamedTuple):
+    """What a tree knows of a text, by ``PrefixTree.walk``. Valid until the tree changes.
+
+    Attributes:
+        pages: Ids of its pages from the start on; -1 for a page that was evicted.
+        goes_on: Whether the tree knows a longer text that begins with these.
+    """
+
+    pages: list[int]
+    goes_on: bool
 
 
 class PrefixTree:
@@ -78,7 +90,6 @@ class PrefixTree:
         salt: str = "",
         *,
         max_tokens: int | None = None,
-        num_pages: int | None = None,
     ) -> list[PageRef]:
         """Retain the pages of the longest prefix of a sequence that can be found.
 
@@ -87,8 +98,6 @@ class PrefixTree:
             salt: Only pages inserted under the same salt are found.
             max_tokens: Match no more tokens than this: ``len(tokens) - 1`` for a caller that must compute the
                 last token to have its logits.
-            num_pages: Number of pages of a complete prefix, such as the result of ``num_known``; ``None`` to
-                look for the longest.
 
         Returns:
             Pages in order, S tokens each, without those before a window. The caller holds one reference to
@@ -98,18 +107,46 @@ class PrefixTree:
             ArgumentError: a token is not a signed 64-bit integer; nothing was changed.
         """
         limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
-        pages, events = self.packed(tokens, limit // self.page_size), self._pool.events
+        pages = self.packed(tokens, limit // self.page_size)
+        path = self.walk(pages, salt)
+        return self.retain(path, self._num_whole(path.pages), pages, salt, len(tokens))
+
+    def walk(self, pages: Iterable[bytes], salt: str) -> TreePath:
+        """The longest known path of a text, without references and events.
+
+        Args:
+            pages: As of ``packed``.
+            salt: Salt of the text.
+        """
         path = self._nodes.find(pages, salt)
-        end = self._num_whole(path) if num_pages is None else num_pages
-        first = self.first_needed(end)
-        ids = [page for page in map(self._nodes.pages.__getitem__, path[first:end]) if page >= 0]
-        if events is not None:
-            events.look_up(salt, len(tokens), pages, ids, self._pool.num_pages, first)
-        self._pool.hold(ids)
-        found = self._pool.refs(ids)
+        goes_on = bool(path) and self._nodes.num_children[path[-1]] > 0
+        return TreePath([self._nodes.pages[node] for node in path], goes_on)
+
+    def retain(
+        self, path: TreePath, num_pages: int, pages: list[bytes], salt: str, num_tokens: int
+    ) -> list[PageRef]:
+        """``match`` of a complete prefix of ``num_pages`` pages of a path.
+
+        Args:
+            path: Result of ``walk``.
+            num_pages: As above.
+            pages: Pages that could be found, for events.
+            salt: Salt of the text.
+            num_tokens: Number of tokens of the text.
+        """
+        first, pool = self.first_needed(num_pages), self._pool
+        ids = [page for page in path.pages[first:num_pages] if page >= 0]
+        if pool.events is not None:
+            pool.events.look_up(salt, num_tokens, pages, ids, pool.num_pages, first)
+        pool.hold(ids)
+        found = pool.refs(ids)
         if self.window:
-            self._pool.prefer(found)
+            pool.prefer(found)
         return found
+
+    def run(self, path: TreePath, first: int, end: int) -> list[int]:
+        """Consecutive found pages of a path from page ``first`` to ``end``: their ids."""
+        return [*takewhile((-1).__lt__, path.pages[first:end])]
 
     def num_known(self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None) -> int:
         """Number of pages of the prefix that ``match`` would find, without references and events.
@@ -118,17 +155,13 @@ class PrefixTree:
             ArgumentError: as ``match``.
         """
         limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
-        return self._num_whole(self._find(self.packed(tokens, limit // self.page_size), salt))
+        return self._num_whole(self.walk(self.packed(tokens, limit // self.page_size), salt).pages)
 
     def known(self, tokens: Sequence[int], salt: str = "") -> list[bool]:
         """Whether each full page of a sequence is found, even if its prefix is not complete."""
         pages = self.packed(tokens)
-        found = self.are_there(pages, salt)
+        found = [page >= 0 for page in self.walk(pages, salt).pages]
         return found + [False] * (len(pages) - len(found))
-
-    def are_there(self, pages: Iterable[bytes], salt: str) -> list[bool]:
-        """``known`` for pages as of ``packed``, up to the first whose tokens are not in the tree."""
-        return self._are_there(self._find(pages, salt))
 
     def whole(self, is_there: Sequence[bool]) -> list[bool]:
         """Whether the prefix that ends with each page is complete.
@@ -149,6 +182,11 @@ class PrefixTree:
             is_there: Whether each page is found.
         """
         found, size = list[int](), self.page_size
+        if self.window is None:
+            end = len([*takewhile(bool, is_there)])
+            return [i * size + 1 for i in range(end)] + [
+                (i + 1) * size + 1 for i in range(end, len(is_there))
+            ]
         first_there = 0  # the first of the contiguous pages up to this one
         for i, there in enumerate(is_there):
             first_there = first_there if there else i + 1
@@ -156,26 +194,18 @@ class PrefixTree:
                 found.append((i + 1) * size + (not there))
             elif first_there == 0:
                 found.append(i * size + 1)
-            elif self.window is None:
-                found.append((i + 1) * size + 1)
             else:
                 found.append(max(first_there * size + self.window - 1, i * size + 1))
         return found
 
-    def num_same(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Number of pages that a sequence shares with a known one, even if they were evicted."""
-        return len(self._find(self.packed(tokens), salt))
-
     def num_parted(self, tokens: Sequence[int], salt: str = "") -> int:
         """Number of pages before a sequence diverges from a longer known one; 0 if there is none."""
-        path = self._find(self.packed(tokens), salt)
-        goes_on = bool(path) and self._nodes.num_children[path[-1]] > 0
-        return len(path) if goes_on else 0
+        path = self.walk(self.packed(tokens), salt)
+        return len(path.pages) if path.goes_on else 0
 
     def pages_from(self, tokens: Sequence[int], salt: str, first: int) -> list[PageRef]:
         """Consecutive found pages of a sequence from page ``first`` on, without references."""
-        path = self._find(self.packed(tokens), salt)[first:]
-        return self._pool.refs([*takewhile((-1).__lt__, map(self._nodes.pages.__getitem__, path))])
+        return self._pool.refs(self.run(self.walk(self.packed(tokens), salt), first, len(tokens)))
 
     def sealed(self) -> dict[PageRef, None]:
         """Pages that can be found, in the order of their ids."""
@@ -277,7 +307,7 @@ class PrefixTree:
     ) -> list[PageRef]:
         """``insert`` the last of some pages after the node ``above``, or from the start of a sequence."""
         first, pool, nodes = len(pages) - len(refs), self._pool, self._nodes
-        path = self._find(pages, salt, above)
+        path = nodes.find(pages, salt, above)
         known = [nodes.pages[node] for node in path[first:]]
         known += [-1] * (len(refs) - len(known))
         for have, ref, is_sealed in zip(known, refs, pool.are_sealed(refs), strict=True):
@@ -346,23 +376,15 @@ class PrefixTree:
             raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
         return [packed[at : at + 8 * size] for at in range(0, len(packed), 8 * size)]
 
-    def _find(self, pages: Iterable[bytes], salt: str, above: int | None = None) -> list[int]:
-        """Nodes of the longest path from a node, or from the start of a text, without references."""
-        return self._nodes.find(pages, salt, above)
-
     def _there(self) -> Iterator[int]:
         """Nodes whose pages can be found."""
         return (node for node in self._nodes if self._nodes.pages[node] >= 0)
 
-    def _are_there(self, path: Sequence[int]) -> list[bool]:
-        """Whether each node of a path has its page."""
-        return [self._nodes.pages[node] >= 0 for node in path]
-
-    def _num_whole(self, path: Sequence[int]) -> int:
-        """Number of pages of the longest complete prefix of a path."""
+    def _num_whole(self, pages: Sequence[int]) -> int:
+        """Number of pages of the longest complete prefix of ``TreePath.pages``."""
         if self.window is None:
-            return len(path)
-        is_whole = self.whole(self._are_there(path))
+            return len(pages)
+        is_whole = self.whole([page >= 0 for page in pages])
         return max((i + 1 for i, x in enumerate(is_whole) if x), default=0)
 
 

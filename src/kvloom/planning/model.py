@@ -12,13 +12,11 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    DynamicCache,
     PretrainedConfig,
 )
 from transformers.quantizers import AutoHfQuantizer
@@ -31,6 +29,7 @@ from kvloom.integrations.transformers.invariance import packable_bytes
 from kvloom.integrations.transformers.models.cache_argument import as_argument
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of
 from kvloom.integrations.transformers.models.loading import is_seeing
+from kvloom.integrations.transformers.models.seen import Watched
 from kvloom.integrations.transformers.models.text_config import names_rank
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
@@ -129,27 +128,6 @@ def read_config(path: str | Path) -> Any:
         ) from error
 
 
-class _Watched(DynamicCache):  # type: ignore[misc]
-    """Cache that records which layers are called, and keys and values of one token in each."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
-        self.indexed: dict[int, Tensor] = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """``DynamicCache.update``, which records the layer."""
-        self.seen[layer_idx] = key_states, value_states
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Any:
-        """``DynamicCache.update_indexer``, which records the layer."""
-        self.indexed[layer_idx] = indexer_key_states
-        return super().update_indexer(indexer_key_states, layer_idx)
-
-
 AUTO_CLASSES: Final = [
     getattr(transformers, name)
     for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
@@ -238,7 +216,7 @@ def without_logs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _run_without_data(config: Any) -> tuple[Any, _Watched]:
+def _run_without_data(config: Any) -> tuple[Any, Watched]:
     """Make the model from a copy of ``config`` and run it on one token; returns it with its cache."""
     try:
         with (
@@ -251,7 +229,7 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
             model = model_of(config)
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # its shapes do not depend on data
-            cache = _Watched(model.config.get_text_config(decoder=True))
+            cache = Watched(model.config.get_text_config(decoder=True))
             one = torch.ones(1, 1, dtype=torch.int64)
             given = as_argument(model, cache)
             if "cache_params" in signature(model.forward).parameters:  # until 5.23, only for recurrent models
@@ -265,7 +243,7 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
     return model, cache
 
 
-def _shape(name: str, layer: LayerSpec, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
+def _shape(name: str, layer: LayerSpec, cache: Watched, index: int, is_latent: bool) -> LayerShape:
     theirs = cache.layers[index]
     state = numel = 0
     if layer.states:

@@ -15,6 +15,8 @@ from kvloom.serving import expect_installed
 from kvloom.serving.settings import KEYS_VARIABLE, Settings, expect_within, keys_from
 
 if TYPE_CHECKING:
+    import openai
+
     from kvloom.serving.answer_check import AnswerCheck
 
 BOUNDS: Final = {
@@ -90,6 +92,20 @@ def _text(count: int, seed: object) -> str:
     return "".join(f" {word}" for word in random.Random(repr(seed)).choices(_WORDS, k=count))
 
 
+async def _first_model(client: "openai.AsyncOpenAI", url: str) -> str:
+    """Name of the first model that a server lists."""
+    import openai
+
+    try:
+        listed = await client.get("/models", cast_to=object)  # as it is: what answers may be any server
+    except openai.APIError as error:
+        raise KVError(f"no server answers at {url}: {error}") from error
+    models = listed.get("data") if isinstance(listed, dict) else None
+    if not models:
+        raise KVError(f"url must be of a server that lists a model, got none at {url}")
+    return str(models[0]["id"])
+
+
 async def _check(args: argparse.Namespace, url: str, prompts: list[str]) -> "AnswerCheck":
     import openai
     from rich.console import Console
@@ -100,10 +116,7 @@ async def _check(args: argparse.Namespace, url: str, prompts: list[str]) -> "Ans
     key = args.api_key or next(iter(keys_from(())), "none")  # a server without keys takes any text
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-        try:
-            model = args.model or (await client.models.list()).data[0].id
-        except openai.APIError as error:
-            raise KVError(f"no server answers at {url}: {error}") from error
+        model = args.model or await _first_model(client, url)
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(f"{model}: among others, then alone", total=2 * len(prompts))
             try:

@@ -156,8 +156,10 @@ class StatefulPool:
     def _begin(self, ids: Sequence[int]) -> tuple[int, list[PageRef]]:
         """Pages of the longest prefix whose pages and states are found, here or below; held by the caller."""
         found = self._num_whole(ids)
-        held = self._tree.match(ids, num_pages=found)
-        states = self._states_tree.match(ids, num_pages=found)
+        held, states = (
+            tree.retain(tree.walk(pages, ""), found, pages, "", len(ids))
+            for tree, pages in ((tree, tree.packed(ids)) for tree in (self._tree, self._states_tree))
+        )
         if self._below is not None:
             num_here, wanted = found, ids[: self._num_whole(ids, self._below)]
             held += self._read(wanted, self._below)

@@ -14,7 +14,7 @@ from kvloom.store.format import Run
 from kvloom.store.limits import evict, evictions, too_many
 from kvloom.store.names import ObjectKind, kind_of
 from kvloom.store.sums import read_sums
-from kvloom.store.survey import Found, look, runs_of
+from kvloom.store.survey import Surveyed, look, runs_of
 
 _TIMEOUT = 30.0
 _SHOWN = 29
@@ -133,7 +133,7 @@ def _opened(args: argparse.Namespace) -> tuple[Backend, list[Stored]]:
     return backend, sorted(x for x in backend.list_stored() if kind_of(x.name) is not None)
 
 
-def _described(x: Found) -> dict[str, Any]:
+def _described(x: Surveyed) -> dict[str, Any]:
     """All fields of a run."""
     described: dict[str, Any] = {"name": x.stored.name, "size": x.stored.size, "used": x.stored.used}
     if x.problem:

@@ -85,7 +85,7 @@ class StoreBelow:
         for i in range(len(found)):  # if a store has pages of another size, also pages next to a known one
             if not found[i] and any(found[max(i - 1, 0) : i + 2]):
                 end = (i + 1) * size
-                found[i] = self.store.find(self.fingerprint, salt, tokens[:end], i * size) >= end
+                found[i] = self.store.reach(self.fingerprint, prefixes, i * size, end) >= end
         return found
 
     def fetch(

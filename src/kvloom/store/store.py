@@ -139,12 +139,15 @@ class KVStore:
         Raises:
             ArgumentError: a token is not a signed 64-bit integer.
         """
-        prefixes = self.prefixes(fingerprint, salt, tokens)
+        return self.reach(fingerprint, self.prefixes(fingerprint, salt, tokens), start, len(tokens))
+
+    def reach(self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int) -> int:
+        """``find`` of the first ``num_tokens`` tokens of a text, given its ``prefixes``."""
         end, before = start, -1
-        while before < end < len(tokens):
+        while before < end < num_tokens:
             before = end
             for tier in self.tiers:
-                for segment in tier.catalog.find(fingerprint, prefixes, end, len(tokens), None):
+                for segment in tier.catalog.find(fingerprint, prefixes, end, num_tokens, None):
                     end = segment.end
         return end
 

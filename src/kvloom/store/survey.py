@@ -18,7 +18,7 @@ _AT_ONCE: Final = 64 << 20
 """Maximum bytes of one read of several pages."""
 
 
-class Found(NamedTuple):
+class Surveyed(NamedTuple):
     """An object of a store.
 
     Attributes:
@@ -46,22 +46,22 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def look(backend: Backend, x: Stored, sums: Sums = PLAIN, is_thorough: bool = False) -> Found:
+def look(backend: Backend, x: Stored, sums: Sums = PLAIN, is_thorough: bool = False) -> Surveyed:
     """Read the head of an object, or with ``is_thorough`` all of it."""
     try:
         run, start = head_of(backend, x, sums)
         if is_thorough:
             _expect_whole(backend, x, run, start)
         is_here = x.name == run.name
-        return Found(x, run, "" if is_here else f"its name says otherwise than its head, {run.name}")
+        return Surveyed(x, run, "" if is_here else f"its name says otherwise than its head, {run.name}")
     except OtherFormat as error:
-        return Found(x, None, f"of another format: {error}")
+        return Surveyed(x, None, f"of another format: {error}")
     except DamagedRun as error:
-        return Found(x, None, str(error))
+        return Surveyed(x, None, str(error))
     except FileNotFoundError:
-        return Found(x, None, "removed meanwhile")
+        return Surveyed(x, None, "removed meanwhile")
     except PermissionError as error:
-        return Found(x, None, f"may not be read: {error}")
+        return Surveyed(x, None, f"may not be read: {error}")
 
 
 def runs_of(objects: Iterable[Stored]) -> list[Stored]:
@@ -81,7 +81,7 @@ def _expect_whole(backend: Backend, x: Stored, run: Run, start: int) -> None:
 
 
 def why(
-    runs: Iterable[Found],
+    runs: Iterable[Surveyed],
     evicted: Iterable[Eviction],
     fingerprint: Fingerprint,
     salt: str,
@@ -117,7 +117,7 @@ def why(
 
 
 def _reason(
-    known: Sequence[Found],
+    known: Sequence[Surveyed],
     evicted: Mapping[bytes, float],
     fingerprint: Fingerprint,
     salt: bytes,

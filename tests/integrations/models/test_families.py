@@ -131,6 +131,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
         4,
         0,
     ),
+    # Windows have other heads, and values another head dim, than the configuration of all layers says.
+    "MiMo-V2": (
+        "MiMoV2FlashConfig",
+        WINDOW
+        | EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "v_head_dim": 4,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 8,
+            "swa_v_head_dim": 4,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+        4,
+        2,
+    ),
 }
 # Of old, scaled dot product attention leaves the soft cap out.
 STOCK = {"Gemma2": "eager"}
@@ -145,8 +163,9 @@ MODES: dict[str, dict[str, Any]] = {
 # Before its caches were one class, a model with recurrent layers brought its own.
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     del FAMILIES["Qwen3-Next"], FAMILIES["Falcon-H1"]
-if not hasattr(transformers, "Gemma4TextConfig"):
-    del FAMILIES["Gemma4"]
+for name in ("Gemma4", "MiMo-V2"):
+    if not hasattr(transformers, FAMILIES[name][0]):
+        del FAMILIES[name]
 
 
 def family(name: str, attention: str | None = None, **options: Any) -> Any:

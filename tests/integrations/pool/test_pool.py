@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles.asked import Asked
 from oracles.language_models import make_model
 from oracles.pairs import in_turn
 from torch import Tensor
@@ -221,3 +222,13 @@ def test_a_cache_whose_pages_another_one_had_first_reads_those() -> None:
 def test_no_tokens_are_refused(tokens: Tensor) -> None:
     with pytest.raises(ArgumentError, match="input_ids"):
         make_pool(make_model()).begin(tokens)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int4:g16"])
+def test_each_page_of_a_text_is_asked_once_in_each_group(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_model("kvloom"), text(41)
+    pool = make_pool(model, kv)
+    ask(pool, model, tokens)
+    asked = Asked(monkeypatch)
+    assert pool.begin(tokens).get_seq_length() == 40
+    assert asked.walks == [10] * len(pool._prefixes.groups)

@@ -12,8 +12,10 @@ from oracles.interrupts import interrupted
 from transformers import LlamaConfig
 
 from kvloom.caches import CacheFormat
+from kvloom.core.entries import Entry, SideFormat
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.held import Text
+from kvloom.integrations.transformers.session.sizes import TokenLayer
 
 PAGE = 16
 
@@ -34,14 +36,15 @@ def test_a_step_that_fills_a_page_costs_the_same_behind_any_number_of_tokens() -
         cache.check()
         tokens = state.initial_tokens + state.generated_tokens
         assert cache.num_known(tokens, "", len(tokens)) == len(tokens)
-    assert len(set(lines)) == 1
+    assert max(lines) <= 1.05 * min(lines)  # a look-up by hash passes others of the same place
 
 
 def cache_of(num_pages: int) -> BatchCache:
     config = LlamaConfig(hidden_size=16, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
-    form, device = CacheFormat(page_size=PAGE), torch.device("cpu")
+    form, device, side = CacheFormat(page_size=PAGE), torch.device("cpu"), SideFormat(16, "float32")
+    layers = {0: TokenLayer(None, Entry(1, side, side))}
     cache = BatchCache(
-        config, form, torch.float32, device, max_pages=num_pages, max_batch_tokens=PAGE, share=True
+        config, layers, form, torch.float32, device, max_pages=num_pages, max_batch_tokens=PAGE, share=True
     )
     cache.groups[0].growing.grow(num_pages)
     return cache

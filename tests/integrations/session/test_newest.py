@@ -22,11 +22,13 @@ from transformers import GenerationConfig, LlamaConfig
 from kvloom import ops
 from kvloom.caches import CacheFormat, PagedLayer, Sequences
 from kvloom.caches.storage import Storage
+from kvloom.core.entries import Entry, SideFormat
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching
 from kvloom.integrations.transformers.session import manager
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.groups import Limits
+from kvloom.integrations.transformers.session.sizes import TokenLayer, token_layers_of
 from kvloom.ops.impl import cpu
 
 HEADS, DIM, RECENT = 2, 32, 20
@@ -54,10 +56,10 @@ def cache_of(format: CacheFormat, window: int | None, num_layers: int = 1) -> Ba
     config = LlamaConfig(
         hidden_size=4 * DIM, num_attention_heads=4, num_key_value_heads=HEADS, num_hidden_layers=num_layers
     )
-    config.sliding_window = window
-    device = torch.device("cpu")
+    side, device = SideFormat(DIM, "float32"), torch.device("cpu")
+    layers = dict.fromkeys(range(num_layers), TokenLayer(window, Entry(HEADS, side, side)))
     return BatchCache(
-        config, format, torch.float32, device, max_pages=400, max_batch_tokens=2048, share=False
+        config, layers, format, torch.float32, device, max_pages=400, max_batch_tokens=2048, share=False
     )
 
 
@@ -238,7 +240,7 @@ def test_newest_tokens_are_of_the_memory_that_is_there(free: int, monkeypatch: p
     made.record()  # makes its pages
     report, config = made.report(), made.continuous_batching_config
     count = config.max_requests_per_batch
-    limits = Limits(model.config, CODES, model.dtype, count, 2048)
+    limits = Limits(token_layers_of(model), CODES, model.dtype, count, 2048)
     room = free * config.max_memory_percent
     assert limits.nbytes(report.max_pages) <= room < limits.nbytes(report.max_pages + 1)
     assert count == 1024 or limits.residual_bytes <= room / 2
@@ -251,4 +253,8 @@ def test_no_more_is_taken_than_planned() -> None:
         running.manager.add_requests(REQUESTS * 4)
         running.run()
         taken = running.manager.report().recent_bytes
-    assert 0 < taken <= Limits(model.config, CODES, model.dtype, 2 * len(REQUESTS * 4), 128).residual_bytes
+    assert (
+        0
+        < taken
+        <= Limits(token_layers_of(model), CODES, model.dtype, 2 * len(REQUESTS * 4), 128).residual_bytes
+    )

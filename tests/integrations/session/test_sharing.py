@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from oracles.asked import Asked
 from oracles.batching import alone, session
 from oracles.language_models import make_model
 
@@ -167,3 +168,13 @@ def test_a_salt_that_is_no_string_is_refused_by_name(salt: Any) -> None:
         manager.why([1, 2, 3], salt=salt)
     with pytest.raises(ArgumentError, match=r"^cache_salt must be a string, got "):
         manager.add_request([1, 2, 3], cache_salt=salt)
+
+
+def test_a_request_that_begins_asks_each_page_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with session(model) as running:
+        ask(running, PROMPT)
+        name = running.manager.add_request(PROMPT)
+        asked = Asked(monkeypatch)
+        held = running.processor.cache.prefixes.begin_request(name, PROMPT, 70, "", 69, None)
+        held.table.release()
+        assert asked.walks == [4]

@@ -6,10 +6,12 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
-from integrations.models.test_families import family
+from integrations.models.test_families import FAMILIES, family
+from oracles.batching import alone, batched, random_requests
 
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.models.layer_specs import sources_of
+from kvloom.integrations.transformers.session.sizes import token_layers_of
 
 KINDS = ["sliding_attention", "full_attention"] * 3
 
@@ -21,6 +23,19 @@ def test_the_last_own_layer_of_the_same_kind(name: str) -> None:
     config.num_kv_shared_layers = 2
     assert sources_of(config) == {2: 0, 3: 1}
     assert sources_of(family("Llama").config) == {}
+
+
+@pytest.mark.skipif("MiMo-V2" not in FAMILIES, reason="this version of transformers has no such model")
+def test_layers_have_the_heads_that_the_model_gives_them() -> None:
+    """Its configuration says other numbers than its layers with windows have, and than its values."""
+    model = family("MiMo-V2")
+    requests = random_requests(6, seed=3)
+    expected = [alone(model, request, 8) for request in requests]
+    assert batched(model, requests, 8) == expected
+    sizes = {
+        (x.entry.heads, x.entry.key.head_dim, x.entry.value.head_dim) for x in token_layers_of(model).values()
+    }
+    assert sizes == {(2, 8, 4), (4, 8, 4)}
 
 
 def test_modes_and_their_number_say_the_same() -> None:

@@ -4,6 +4,7 @@ Some families ignore the given state when several tokens follow stored ones. The
 any text wrongly, with transformers' own caches, too. So each model is tried first.
 """
 
+import math
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,8 +19,10 @@ from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
 from kvloom.integrations.transformers.models.cache_argument import as_argument
 from kvloom.integrations.transformers.models.loading import summary_of
+from kvloom.integrations.transformers.models.positions import positions_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.models.trials import undisturbed
+from kvloom.integrations.transformers.smoothing.inputs import token_ids
 from kvloom.integrations.transformers.states.specs import Specs, specs_of, stateful_layers
 
 _FIRST: Final = 40
@@ -87,12 +90,12 @@ def expect_causal(model: Any) -> None:
 def _why_not_causal(model: Any) -> str:
     if model.device.type == "meta":
         return ""
-    name = type(model).__name__
-    tokens = _tokens(model, _FIRST + _SECOND)
-    others = torch.cat([tokens[:, :_FIRST], tokens[:, :_SECOND]], dim=1)
+    name, count = type(model).__name__, min(_FIRST + _SECOND, positions_of(model) or _FIRST + _SECOND)
+    half, tokens = count // 2, _tokens(model, 2 * count)
+    one, other = tokens[:, :count], torch.cat([tokens[:, :half], tokens[:, half - count :]], dim=1)
     try:
         with undisturbed(model), _in_own_dtype(model):
-            expected, found = (_logits(model, x, None)[:, :_FIRST].float() for x in (tokens, others))
+            expected, found = (_logits(model, x, None)[:, :half].float() for x in (one, other))
     except Exception as error:  # whatever a model raises without what it needs beside tokens
         return f"model must compute a short text, got {name}: {summary_of(error)}"
     differs, allowed = _distance(model, found, expected, model.config.get_text_config().num_hidden_layers)
@@ -146,9 +149,10 @@ def try_states(model: Any) -> StatefulCache:
 
 
 def _tokens(model: Any, count: int) -> Tensor:
-    """Tokens ``[1, count]`` of the model's vocabulary."""
-    size: int = model.get_input_embeddings().weight.shape[0]
-    return torch.arange(1, count + 1, device=model.device)[None] * 7919 % size
+    """Tokens ``[1, count]`` of the model's vocabulary, none of them special."""
+    text = text_config_of(model)
+    size = min(model.get_input_embeddings().weight.shape[0], getattr(text, "vocab_size", None) or math.inf)
+    return token_ids(int(size), (model.config, text), count)[None].to(model.device)
 
 
 def _in_own_dtype(model: Any) -> torch.autocast:

@@ -17,13 +17,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.models.cache_argument import takes_cache
 from kvloom.integrations.transformers.models.text_config import (
-    has_latents,
     has_windows_of_keeping,
-    head_dim_of,
-    layer_config,
     layers_of_later_passes,
     names_all_passes,
-    only_head_dims,
     text_config_of,
     why_cuts_matter,
 )
@@ -110,15 +106,6 @@ def layers_of_config(config: Any) -> tuple[LayerSpec, ...]:
 def windows_of(config: Any) -> dict[int, int | None]:
     """The window of each layer that keeps keys and values of its own, by its number."""
     return {x.number: x.window for x in layers_of_config(config) if x.tokens}
-
-
-def heads_of(config: Any, number: int) -> tuple[int, int, int]:
-    """Key/value heads of a layer, and head dims of keys and values; latents and rope keys have one head."""
-    own = layer_config(config, number)
-    dims = only_head_dims(own) or (head_dim_of(own),) * 2
-    if has_latents(own):
-        return 1, *dims
-    return int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads), *dims
 
 
 def sources_of(config: Any) -> dict[int, int]:

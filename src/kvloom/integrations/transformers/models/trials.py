@@ -7,14 +7,21 @@ import torch
 from torch import nn
 
 from kvloom.integrations.transformers.models.remembered import memories_of
+from kvloom.integrations.transformers.models.rope import has_dynamic_rope
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Context in which a model is in evaluation mode, without gradients, and remembers no text.
 
-    At the end each module has its mode, and the model remembers what it did.
+    At the end each module has its mode, the model remembers what it did, and RoPE whose frequencies depend on
+    the longest text so far has those of before.
     """
+    ropes = [
+        (module, dict(vars(module)), dict(module._buffers))
+        for module in model.modules()
+        if has_dynamic_rope(module)
+    ]
     was_training = [module for module in model.modules() if module.training]
     for module in was_training:
         module.training = False
@@ -27,3 +34,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module in was_training:
             module.training = True
+        for module, own, buffers in ropes:
+            vars(module).update(own)
+            module._buffers.update(buffers)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kvloom.caches.found import Found
 from kvloom.caches.prefix_group import PrefixGroup
 from kvloom.caches.prefixes import Prefixes
 from kvloom.core.checks import INDEX_DTYPES, expect
@@ -21,16 +22,16 @@ def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
     return Prefixes(groups if states is None else [*groups, states.group])
 
 
-def num_shared(prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[int], scope: str) -> int:
+def num_shared(prefixes: Prefixes, states: PoolStates | None, found: Found) -> int:
     """Number of pages that a text shares with a known text, for ``Prefixes.prefer``.
 
     With states, it counts to the last grid position before the text differs from a known text that goes on,
     since a third text may find both pages and states there. It is 0 if the text merely extends known texts.
     """
     if states is None:
-        return prefixes.num_shared(tokens, scope)
-    step = states.interval // prefixes.page_size
-    return prefixes.main.tree.num_parted(tokens, scope) // step * step
+        return prefixes.num_shared(found)
+    step, path = states.interval // prefixes.page_size, found.paths[0]
+    return len(path.pages) // step * step if path.goes_on else 0
 
 
 def begin(
@@ -62,8 +63,8 @@ def begin(
     """
     texts = [*zip((row[:-1] for row in rows), origin.scopes(), origin.stored_scopes(), strict=True)]
     with uninterrupted():
-        end, tables = prefixes.begin(texts, begins, is_hidden)
-        origin.num_shared = [num_shared(prefixes, states, *text[:2]) for text in texts]
+        end, every, tables = prefixes.begin(texts, begins, is_hidden)
+        origin.num_shared = [num_shared(prefixes, states, found) for found in every]
         cache.sequences[0].requests = [own[0].request for own in tables]
         kept = [own.pop() for own in tables if states is not None]
         cache.begin_behind(tables, begins, end, blank)

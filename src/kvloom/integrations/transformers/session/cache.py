@@ -23,6 +23,7 @@ from kvloom.integrations.transformers.session.plan import Begun, StepPlan
 from kvloom.integrations.transformers.session.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.session.recurrent import MixerCalls, copied, expect_apart
 from kvloom.integrations.transformers.session.report import PageMap
+from kvloom.integrations.transformers.session.sizes import TokenLayers
 from kvloom.integrations.transformers.session.stand_ins import NoSectors
 from kvloom.integrations.transformers.session.step import SharedKeys, StepAttention
 from kvloom.integrations.transformers.states.mixers import CacheOfMixers
@@ -44,6 +45,7 @@ class BatchCache(CacheOfMixers):
 
     Args:
         config: Configuration of the model.
+        layers: Its layers that keep keys and values.
         format: Cache format of the tokens.
         dtype: Dtype that the model computes in.
         device: Device of the model.
@@ -70,6 +72,7 @@ class BatchCache(CacheOfMixers):
     def __init__(
         self,
         config: Any,
+        layers: TokenLayers,
         format: CacheFormat,
         dtype: torch.dtype,
         device: torch.device,
@@ -89,8 +92,8 @@ class BatchCache(CacheOfMixers):
         self._num_positions = int(getattr(config, "max_position_embeddings", None) or 0)
         self.device, self.use_prefix_sharing, self.pool = device, share, NoSectors()
         self.cache_allocators = {KIND: self}
-        limits = Limits(config, format, dtype, num_requests, max_batch_tokens).pages(max_pages)
-        self.codes, self.residuals = make_groups(config, format, dtype, device, limits, policy)
+        limits = Limits(layers, format, dtype, num_requests, max_batch_tokens).pages(max_pages)
+        self.codes, self.residuals = make_groups(layers, format, dtype, device, limits, policy)
         self.groups = [*self.codes, *self.residuals]
         main = self.groups[0]
         self.pages, self.growing, self.tree = main.pages, main.growing, main.tree

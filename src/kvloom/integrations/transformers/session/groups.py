@@ -6,7 +6,7 @@ the window.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -15,9 +15,8 @@ from kvloom.caches.prefix_group import PrefixGroup
 from kvloom.caches.row import Row
 from kvloom.caches.states import StateSpec
 from kvloom.caches.storage import Storage
-from kvloom.integrations.transformers.models.layer_specs import windows_of
 from kvloom.integrations.transformers.session.growing import GrowingPages
-from kvloom.integrations.transformers.session.sizes import page_bytes, specs_of
+from kvloom.integrations.transformers.session.sizes import TokenLayers, page_bytes, specs_of
 
 STATES_SHARE: Final = 2
 """Ratio of bytes of pages to bytes of recurrent states that can be found."""
@@ -77,7 +76,7 @@ class SessionGroup(PrefixGroup):
 
 
 def make_groups(
-    config: Any,
+    layers: TokenLayers,
     format: CacheFormat,
     dtype: torch.dtype,
     device: torch.device,
@@ -87,7 +86,7 @@ def make_groups(
     """The groups of a model.
 
     Args:
-        config: Configuration of the model.
+        layers: Layers that keep keys and values, as ``token_layers_of``.
         format: Cache format of the tokens.
         dtype: Dtype that the model computes in.
         device: Device of the model.
@@ -99,20 +98,20 @@ def make_groups(
         keep codes, in the same order.
     """
     size, codes, residuals = format.page_size, list[SessionGroup](), list[SessionGroup]()
-    by_layer, windows = windows_of(config), group_windows(config)
+    windows = group_windows(layers)
     exact = format.residual(size)
     limit = iter(limits)
     for window in windows:
         storages = {
             i: Storage(
-                *specs_of(config, i, format, dtype),
+                *specs_of(layers, i, format, dtype),
                 size,
                 device,
                 format.layout,
                 smoothing=format.of_layer(i).smoothing,
             )
-            for i, own in by_layer.items()
-            if own == window
+            for i, own in layers.items()
+            if own.window == window
         }
         max_pages = next(limit)
         kept = replace(format, max_tokens=max_pages * size, recent=0)
@@ -120,7 +119,7 @@ def make_groups(
         codes.append(SessionGroup(pages, window, storages, max_pages))
     for group in codes:
         storages = {
-            i: Storage(*specs_of(config, i, exact, dtype), size, device, exact.layout)
+            i: Storage(*specs_of(layers, i, exact, dtype), size, device, exact.layout)
             for i in group.storages
             if format.of_layer(i).recent
         }
@@ -132,16 +131,16 @@ def make_groups(
     return codes, residuals
 
 
-def group_windows(config: Any) -> list[int | None]:
+def group_windows(layers: TokenLayers) -> list[int | None]:
     """The window of each group of layers, ``None`` first."""
-    return sorted(set(windows_of(config).values()), key=lambda window: window or 0)
+    return sorted({x.window for x in layers.values()}, key=lambda window: window or 0)
 
 
 class Limits:
     """Largest number of pages of each group of a session.
 
     Args:
-        config: Configuration of the model.
+        layers: Layers that keep keys and values, as ``token_layers_of``.
         format: Cache format of the tokens.
         dtype: Dtype that the model computes in.
         num_requests: Largest number of requests in a step.
@@ -149,19 +148,24 @@ class Limits:
     """
 
     def __init__(
-        self, config: Any, format: CacheFormat, dtype: torch.dtype, num_requests: int, max_batch_tokens: int
+        self,
+        layers: TokenLayers,
+        format: CacheFormat,
+        dtype: torch.dtype,
+        num_requests: int,
+        max_batch_tokens: int,
     ) -> None:
-        size, layers = format.page_size, windows_of(config)
-        self._windows, self._needed, self._bytes = group_windows(config), list[int](), list[int]()
+        size = format.page_size
+        self._windows, self._needed, self._bytes = group_windows(layers), list[int](), list[int]()
         for window in self._windows:
-            members = [i for i, own in layers.items() if own == window]
-            self._bytes.append(page_bytes(config, format, dtype, members))
+            members = [i for i, own in layers.items() if own.window == window]
+            self._bytes.append(page_bytes(layers, format, dtype, members))
         self._num_codes = len(self._windows)
         for window in list(self._windows):
-            members = [i for i, own in layers.items() if own == window and format.of_layer(i).recent]
+            members = [i for i, own in layers.items() if own.window == window and format.of_layer(i).recent]
             if members:
                 self._windows.append(format.residual_window(window))
-                self._bytes.append(page_bytes(config, format.residual(size), dtype, members))
+                self._bytes.append(page_bytes(layers, format.residual(size), dtype, members))
         for window in self._windows:
             each = 0 if window is None else -(-window // size) + 2
             self._needed.append(num_requests * each + -(-max_batch_tokens // size))
@@ -191,7 +195,7 @@ class Limits:
 
 
 def plan_pages(
-    config: Any,
+    layers: TokenLayers,
     format: CacheFormat,
     dtype: torch.dtype,
     room: int,
@@ -202,7 +206,7 @@ def plan_pages(
     """Largest number of pages of the first group that fit into ``room`` bytes with those of all others.
 
     Args:
-        config: Configuration of the model.
+        layers: Layers that keep keys and values, as ``token_layers_of``.
         format: Cache format of the tokens.
         dtype: Dtype that the model computes in.
         room: Bytes for all pages and states.
@@ -215,7 +219,7 @@ def plan_pages(
         recurrent states fit into half of ``room``.
     """
     while True:
-        limits = Limits(config, format, dtype, num_requests, max_batch_tokens)
+        limits = Limits(layers, format, dtype, num_requests, max_batch_tokens)
         states = num_requests * _COPIES * sum(x.nbytes for x in specs)
         if limits.residual_bytes + states <= room // 2 or num_requests == 1:
             room -= states

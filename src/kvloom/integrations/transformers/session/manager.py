@@ -26,7 +26,6 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
-from kvloom.integrations.transformers.models.layer_specs import windows_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import has_latents, only_head_dims, text_config_of
 from kvloom.integrations.transformers.pool.states import PoolStates, expect_interval, least_bytes
@@ -40,7 +39,7 @@ from kvloom.integrations.transformers.session.penalties import text_apart
 from kvloom.integrations.transformers.session.recurrent import nbytes_of
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
-from kvloom.integrations.transformers.session.sizes import page_bytes, stateful_layers_of
+from kvloom.integrations.transformers.session.sizes import page_bytes, stateful_layers_of, token_layers_of
 from kvloom.integrations.transformers.session.stand_ins import Attending
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states.mixers import watch_mixers
@@ -120,7 +119,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._kv = self._format.kind(*only_head_dims(text))
         self._share, self._policy = share and config.allow_block_sharing, policy
         self._interval = expect_interval(state_interval, config.page_size)
-        windows_of(text)  # raises for a model whose windows have no size
+        self._layers = token_layers_of(model)  # while the model still has its own attention
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
         generation = deepcopy(generation_config or model.generation_config)
@@ -374,10 +373,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 count = min(config.max_requests_per_batch, max_batch_tokens)
                 specs = [x for own in self._specs.values() for x in own]
                 room = int(free * config.max_memory_percent)
-                plan = plan_pages(text, self._format, model.dtype, room, count, max_batch_tokens, specs)
+                plan = plan_pages(
+                    self._layers, self._format, model.dtype, room, count, max_batch_tokens, specs
+                )
                 max_pages, config.max_requests_per_batch = plan
         cache = BatchCache(
             text,
+            self._layers,
             self._format,
             model.dtype,
             model.device,
@@ -397,5 +399,5 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def _make_states(self, max_pages: int) -> PoolStates:
         """Pages of findable recurrent states, in half the bytes of pages, at least for eight texts."""
         model, size, specs = self.model, self._format.page_size, self._specs
-        nbytes = max_pages * page_bytes(text_config_of(model), self._format, model.dtype) // STATES_SHARE
+        nbytes = max_pages * page_bytes(self._layers, self._format, model.dtype) // STATES_SHARE
         return PoolStates(specs, size, self._interval, max(nbytes, least_bytes(specs, size)), model.device)

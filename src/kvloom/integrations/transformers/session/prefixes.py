@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
+from kvloom.caches.found import Found
 from kvloom.caches.prefixes import Needed, Prefixes
 from kvloom.integrations.transformers.fingerprint.scopes import scope_of
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
@@ -76,7 +77,7 @@ class SessionPrefixes(Prefixes):
         rest = self.page_size - 1 if turn and not self.agents.usable(turn, tokens, salt, self.state) else 0
 
         def needed() -> list[tuple[Needed, Sequence[int]]]:
-            every = self.needed(text, self.scope(salt), stored)
+            every = self.needed(self.find(text, self.scope(salt)), stored)
             return [(own, text[len(own.tokens) :][:rest]) for own in every]
 
         return reads.is_read(request_id, needed, stored)
@@ -101,7 +102,7 @@ class SessionPrefixes(Prefixes):
             turn: Turn of an agent's session; ``None`` without a session.
         """
         try:
-            num_pages, found = self.find(request_id, tokens, salt, max_tokens)
+            num_pages, found, known = self.begin_with(request_id, tokens, salt, max_tokens)
             if (events := self.main.pages.pool.events) is not None:
                 events.name(request_id)
             num_known = num_pages * self.page_size
@@ -121,10 +122,10 @@ class SessionPrefixes(Prefixes):
             own.truncate(num_found)
         if turn is not None:
             self.agents.note(turn, tokens, salt, self.state, num_found, is_end)
-        num_shared = self.num_parted(tokens, self.scope(salt))
-        held = Held(groups, salt, num_prompt, num_found, self.state, num_shared, num_stored=num_known)
+        shared = num_shared(self, self.states, known)
+        held = Held(groups, salt, num_prompt, num_found, self.state, shared, num_stored=num_known)
         if self._stateful is not None and self.states is not None:
-            held.wanted, held.went_on = self.wanted(len(tokens), num_found, num_shared), num_found
+            held.wanted, held.went_on = self.wanted(len(tokens), num_found, shared), num_found
             if num_found:
                 held.states = RequestStates(StateRows(self._stateful), 0, num_found)
                 self.read_states(found[-1], held.states.cache, held.table.request)
@@ -153,9 +154,9 @@ class SessionPrefixes(Prefixes):
         end = min(num_common(session.tokens, tokens), max_tokens)
         return (end, [own.table.pages[-1] for own in session.groups]) if end > num_known else (num_known, [])
 
-    def find(
+    def begin_with(
         self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int
-    ) -> tuple[int, list[list[PageRef]]]:
+    ) -> tuple[int, list[list[PageRef]], Found]:
         """Retain the pages of the longest known prefix, including pages that were read for the request.
 
         Args:
@@ -165,20 +166,18 @@ class SessionPrefixes(Prefixes):
             max_tokens: Largest number of tokens of the prefix.
 
         Returns:
-            Number of pages of the prefix, and the pages of each group that it needs, held by the caller.
+            Number of pages of the prefix; the pages of each group that it needs, held by the caller; and what
+            is found of the whole text.
         """
         self.refresh(is_thorough=True)
-        scope = self.scope(salt)
         read = self._take(request_id, tokens, salt, max_tokens)
-        num_pages = self.num_known(tokens, scope, max_tokens)
-        found = [
-            group.tree.match(tokens, scope, max_tokens=max_tokens, num_pages=num_pages)
-            for group in self.groups
-        ]
+        found = self.find(tokens, self.scope(salt))
+        num_pages = self.num_whole(found, max_tokens)
+        held = self.retain(found, num_pages, max_tokens)
         for group, refs in zip(self.groups, read, strict=False):
             for ref in reversed(refs):
                 group.pages.pool.release(ref)
-        return num_pages, found
+        return num_pages, held, found
 
     def has_read(self, request_id: str) -> bool:
         """Whether stores had pages for a request that is waiting."""
@@ -192,7 +191,7 @@ class SessionPrefixes(Prefixes):
         if reads is None or reads.state != self.state or not reads.has(request_id):
             return []
         reads.begin(request_id)
-        return self.look_up(tokens[:max_tokens], self.scope(salt), scope_of(salt))
+        return self.look_up(self.find(tokens[:max_tokens], self.scope(salt)), scope_of(salt))[1]
 
     def publish(self, held: Held, tokens: Sequence[int]) -> None:
         """Let others find the full pages of a request that began in the present state."""
@@ -251,17 +250,13 @@ class SessionPrefixes(Prefixes):
         """Tokens between two ends of a prefix that can be found."""
         return self.page_size if self.states is None else self.states.interval
 
-    def num_parted(self, tokens: Sequence[int], scope: str) -> int:
-        """Number of pages that a text shares with a known one, as ``num_shared``; these are evicted later."""
-        return num_shared(self, self.states, tokens, scope)
-
     def wanted(self, num_tokens: int, num_found: int, num_shared: int) -> frozenset[int]:
         """Numbers of tokens after which a prompt's states are kept: at its end, and where others differ.
 
         Args:
             num_tokens: Number of tokens of the prompt. A request that finds it computes the last one itself.
             num_found: Number of tokens that were found.
-            num_shared: Result of ``num_parted``.
+            num_shared: Number of pages that the prompt shares with a known text.
         """
         if self.states is None:
             return frozenset()

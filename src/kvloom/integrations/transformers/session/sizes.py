@@ -1,31 +1,60 @@
-"""Sizes of the pages of a session by the model's configuration."""
+"""Layers of a session that keep keys and values, and sizes of their pages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from kvloom.caches import CacheFormat
+from kvloom.core.entries import Entry
 from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
 from kvloom.integrations.transformers.models.cache_argument import argument_of
-from kvloom.integrations.transformers.models.layer_specs import heads_of, layers_of, windows_of
+from kvloom.integrations.transformers.models.layer_specs import layers_of
+from kvloom.integrations.transformers.models.seen import entries_seen
 
 
-def specs_of(config: Any, index: int, format: CacheFormat, dtype: torch.dtype) -> tuple[Any, Any]:
+class TokenLayer(NamedTuple):
+    """A layer of a session that keeps keys and values.
+
+    Attributes:
+        window: Tokens that a token sees, itself included; ``None`` for all before it.
+        entry: Unquantized entry of a token.
+    """
+
+    window: int | None
+    entry: Entry
+
+
+TokenLayers: TypeAlias = Mapping[int, TokenLayer]
+
+
+def token_layers_of(model: Any) -> TokenLayers:
+    """Layers of a model that keep keys and values of their own, by their numbers."""
+    entries = once_per_state(model, entries_seen)
+    return {
+        x.number: TokenLayer(x.window, entries[x.number]) for x in layers_of(model) if x.number in entries
+    }
+
+
+def specs_of(layers: TokenLayers, index: int, format: CacheFormat, dtype: torch.dtype) -> tuple[Any, Any]:
     """Specs of the keys and values of layer ``index``; ``format`` is that of all layers."""
-    format, (heads, key_dim, value_dim) = format.of_layer(index), heads_of(config, index)
-    return format.spec(heads, key_dim, dtype), (format.values or format).spec(heads, value_dim, dtype)
+    format, entry = format.of_layer(index), layers[index].entry
+    value = entry.key if entry.value is None else entry.value
+    return (
+        format.spec(entry.heads, entry.key.head_dim, dtype),
+        (format.values or format).spec(entry.heads, value.head_dim, dtype),
+    )
 
 
 def page_bytes(
-    config: Any, format: CacheFormat, dtype: torch.dtype, layers_of_page: Iterable[int] | None = None
+    layers: TokenLayers, format: CacheFormat, dtype: torch.dtype, numbers: Iterable[int] | None = None
 ) -> int:
-    """Bytes of a page in the given layers, or in all layers, scales included."""
+    """Bytes of a page in the layers of some numbers, or in all layers, scales included."""
     size = format.page_size
-    numbers = windows_of(config) if layers_of_page is None else layers_of_page
-    layers = [specs_of(config, i, format, dtype) for i in numbers]
-    specs = [replace(spec, layout="B S H D") for sides in layers for spec in sides]
+    sides = [specs_of(layers, i, format, dtype) for i in (layers if numbers is None else numbers)]
+    specs = [replace(spec, layout="B S H D") for pair in sides for spec in pair]
     return int(sum(spec.nbytes(size, size) for spec in specs))
 
 
