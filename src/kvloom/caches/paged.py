@@ -295,11 +295,8 @@ class PagedLayer(Layer):
             self.sequences.own_pages()
             index = self.sequences.place(start, self.num_tokens, storage)
             storage.replace(new, index.own_slots(), index.positions())
-            self._forget_residual()
-
-    def _forget_residual(self) -> None:
-        if self.residual is not None:
-            self.residual.forget()
+            if self.residual is not None:
+                self.residual.forget()
 
     def _move(self, key: Tensor, value: Tensor, storage: Storage) -> None:
         """Replace all tokens by these, in an empty storage and in the sequences of their length."""
@@ -316,7 +313,8 @@ class PagedLayer(Layer):
         self.groups.move(self.all_sequences, new, self.index, end, num_removed)
         self.sequences, self.num_tokens, self.num_removed = new, end, num_removed
         self.residual = residual
-        self._forget_residual()
+        if residual is not None:
+            residual.forget()
 
     def stored(self) -> Tokens:
         """Tokens of ``keys`` and ``values``, not gathered.
