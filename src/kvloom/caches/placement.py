@@ -290,7 +290,7 @@ def advance(groups: Sequence[Placement]) -> bool:
     """Begin a step of one token that follows from the last step, in all groups or in none.
 
     Returns:
-        Whether ``step`` of each is the new one, for which there is room. If not, nothing was changed: the last
+        Whether each ``step`` is the new one, for which there is room. If not, nothing was changed: the last
         step had another number of tokens, a window evicts a page, tokens are missing in it, or a sequence
         needs another page.
     """
