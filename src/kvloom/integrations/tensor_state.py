@@ -44,11 +44,20 @@ def sample_at(tensor: Tensor, first: int, count: int) -> bytes:
     storage = tensor.untyped_storage()  # held while it is read, whatever other threads do to the tensor
     if storage.nbytes() < first + count:
         return b""
-    kind: Any = ctypes.c_uint8 * count
-    memory = memoryview(kind.from_address(storage.data_ptr() + first)).cast("B")
-    elements = memory.cast(_FORMATS.get(tensor.itemsize, "B"))  # type: ignore[call-overload]
+    return bytes(spread(elements_at(storage.data_ptr() + first, count, tensor.itemsize), _SAMPLED).tobytes())
+
+
+def elements_at(address: int, nbytes: int, itemsize: int) -> memoryview:
+    """Elements in memory, as integers of their size; the memory is not kept alive."""
+    kind: Any = ctypes.c_uint8 * nbytes
+    memory = memoryview(kind.from_address(address)).cast("B")
+    return memory.cast(_FORMATS.get(itemsize, "B"))  # type: ignore[call-overload, no-any-return]
+
+
+def spread(elements: memoryview, count: int) -> memoryview:
+    """At least ``count`` elements throughout others, if there are so many."""
     # A step is odd, so that other rows have other columns in the sample.
-    return bytes(elements[:: len(elements) // _SAMPLED | 1].tobytes())
+    return elements[:: len(elements) // count | 1]
 
 
 def sample_on_devices(tensors: Iterable[Tensor]) -> list[bytes]:

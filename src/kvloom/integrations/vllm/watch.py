@@ -1,6 +1,5 @@
 """Watch of a model's weights, which notices changes since they were loaded; does not import vLLM."""
 
-import ctypes
 import gc
 from collections.abc import Iterator
 from types import FunctionType
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.errors import UnsupportedError
+from kvloom.integrations.tensor_state import address_of, elements_at, spread, version_of
 from kvloom.store.sums import checksum
 
 _SAMPLED: Final = 4096
 """Number of elements of a model that are compared each time, if it has few tensors."""
 _SAMPLED_EACH: Final = 32
 """Least number of elements of each tensor that are compared."""
-_FORMATS: Final = {2: "H", 4: "I", 8: "Q"}
-"""Formats of ``memoryview`` by the bytes of an element."""
 
 
 class WeightWatch:
@@ -51,8 +49,7 @@ class WeightWatch:
         self._states = list(map(_state, tensors))
         self._memories = [_memory(tensor) for tensor in tensors if _is_readable(tensor)]
         count = max(_SAMPLED_EACH, _SAMPLED // max(1, len(self._memories)))
-        # A step is odd, so that other rows have other columns in the sample.
-        self._elements = [memory[:: len(memory) // count | 1] for memory in self._memories]
+        self._elements = [spread(memory, count) for memory in self._memories]
         self._sample, self._sums = self._sampled(), self._summed()
 
     def is_changed(self, exactly: bool = False) -> bool:
@@ -112,7 +109,7 @@ def _is_same(value: Any, known: Any) -> bool:
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    return address_of(tensor), version_of(tensor)
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -122,6 +119,4 @@ def _is_readable(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor) -> memoryview:
     """The memory of a tensor's elements, which is not kept alive."""
     behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
-    kind: Any = ctypes.c_uint8 * int(min(tensor.nbytes, behind))
-    memory = memoryview(kind.from_address(tensor.data_ptr())).cast("B")
-    return memory.cast(_FORMATS.get(tensor.itemsize, "B"))  # type: ignore[call-overload, no-any-return]
+    return elements_at(tensor.data_ptr(), int(min(tensor.nbytes, behind)), tensor.itemsize)

@@ -293,8 +293,8 @@ class StaticKVCacheLayer(KVCacheLayer):
         super().lazy_initialization(key_states, value_states)
 
 
-# With transformers 4 hybrid models have cache classes of their own.
-TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+# With transformers 4 hybrid models have cache classes of their own, and no layer is of the class below.
+TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", object)
 
 _STATES: Final = {
     "number_of_states",
@@ -306,53 +306,46 @@ _STATES: Final = {
     "conv_kernel_size",
 }
 
-if TheirHybridLayer is not None:
 
-    class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
-        """Keys and values in pages, and recurrent states as transformers keeps them."""
+class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
+    """Keys and values in pages, and recurrent states as transformers keeps them."""
 
-        keeps = "keys and values beside a recurrent state"
+    keeps = "keys and values beside a recurrent state"
 
-        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            """Initialize keys and values, given by position, or states, given by name."""
-            if args:
-                KVCacheLayer.lazy_initialization(self, *args)
-            else:
-                super(KVCacheLayer, self).lazy_initialization(**kwargs)
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize keys and values, given by position, or states, given by name."""
+        if args:
+            KVCacheLayer.lazy_initialization(self, *args)
+        else:
+            super(KVCacheLayer, self).lazy_initialization(**kwargs)
 
-        def reset(self) -> None:
-            """Forget all tokens and states."""
-            cache_utils.LinearAttentionLayer.reset(self)
-            KVCacheLayer.reset(self)
+    def reset(self) -> None:
+        """Forget all tokens and states."""
+        cache_utils.LinearAttentionLayer.reset(self)
+        KVCacheLayer.reset(self)
 
-        @property
-        def record_past(self) -> bool:
-            """False: ``Rollback`` restores states, so past columns of convolutions need not be kept."""
-            return False
+    @property
+    def record_past(self) -> bool:
+        """False: ``Rollback`` restores states, so past columns of convolutions need not be kept."""
+        return False
 
-        @record_past.setter
-        def record_past(self, wanted: bool) -> None:
-            if isinstance(self.pages, PagedLayer):  # tokens outside the window
-                self.pages.sequences.is_recording = wanted
+    @record_past.setter
+    def record_past(self, wanted: bool) -> None:
+        if isinstance(self.pages, PagedLayer):  # tokens outside the window
+            self.pages.sequences.is_recording = wanted
 
-        def select_states(self, rows: Tensor) -> None:
-            """Give row i the states of row ``rows[i]``."""
-            cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
+    def select_states(self, rows: Tensor) -> None:
+        """Give row i the states of row ``rows[i]``."""
+        cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
 
-        def fork(self: _Hybrid, forks: Forks) -> _Hybrid:  # noqa: PYI019 (as above)
-            """A copy of this layer over ``forks``, with copied states."""
-            is_recording = super().record_past
-            other = super().fork(forks)
-            other.record_past = is_recording
-            for name in vars(self).keys() & _STATES:  # not every version has all
-                setattr(other, name, copy.deepcopy(getattr(self, name)))
-            return other
-
-
-else:  # no model has such layers
-
-    class HybridKVCacheLayer(KVCacheLayer):  # type: ignore[no-redef]
-        """Not in this version of transformers."""
+    def fork(self: _Hybrid, forks: Forks) -> _Hybrid:  # noqa: PYI019 (as above)
+        """A copy of this layer over ``forks``, with copied states."""
+        is_recording = super().record_past
+        other = super().fork(forks)
+        other.record_past = is_recording
+        for name in vars(self).keys() & _STATES:  # not every version has all
+            setattr(other, name, copy.deepcopy(getattr(self, name)))
+        return other
 
 
 class CrossLayer(DynamicLayer):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.trials import undisturbed
 from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing, fit
 from kvloom.integrations.transformers.smoothing.inputs import longest_of, rows, token_ids
-from kvloom.integrations.transformers.smoothing.recording import Recorder, recorded
+from kvloom.integrations.transformers.smoothing.recording import KeyRecorder, recorded
 from kvloom.integrations.transformers.smoothing.rotations import frequencies_of, names_rope
 
 
@@ -64,10 +64,10 @@ def calibrate(model: Any) -> tuple[LayerSmoothing, ...]:
         return (LayerSmoothing(None, reason),) * num_layers
 
 
-def _read(model: Any, base: Any) -> tuple[Recorder, int]:
+def _read(model: Any, base: Any) -> tuple[KeyRecorder, int]:
     """Run a forward; returns the recorder, and the shift of positions."""
     inputs, shift = _inputs_of(base)
-    recorder = Recorder()
+    recorder = KeyRecorder()
     own = recorder.cache(_text_config(base))
     cache = EncoderDecoderCache(own, DynamicCache()) if base.config.is_encoder_decoder else own
     with recorded(base, recorder):
@@ -76,7 +76,7 @@ def _read(model: Any, base: Any) -> tuple[Recorder, int]:
 
 
 def _layer(
-    model: Any, recorder: Recorder, layer: int, turns: list[Tensor], shift: int, still: bool
+    model: Any, recorder: KeyRecorder, layer: int, turns: list[Tensor], shift: int, still: bool
 ) -> LayerSmoothing:
     key, power = recorder.keys.get(layer), recorder.query_power(layer)
     if key is None:

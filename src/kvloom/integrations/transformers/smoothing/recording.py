@@ -19,7 +19,7 @@ _IMPLEMENTATION: Final = "kvloom_smoothing"
 _INTERNAL: Final = "_attn_implementation_internal"
 
 
-class Recorder:
+class KeyRecorder:
     """Stored keys, and sizes of the queries that read them.
 
     Attributes:
@@ -79,7 +79,7 @@ def _is_copy(key: Tensor, stored: Tensor) -> bool:
 class _RecordingCache(DynamicCache):  # type: ignore[misc]
     """A cache whose updates are passed to a recorder."""
 
-    def __init__(self, config: Any, recorder: Recorder) -> None:
+    def __init__(self, config: Any, recorder: KeyRecorder) -> None:
         super().__init__(config=config)
         self._recorder = recorder
 
@@ -92,13 +92,13 @@ class _RecordingCache(DynamicCache):  # type: ignore[misc]
         return keys, values
 
 
-_RECORDER: Final[ContextVar[Recorder]] = ContextVar("kvloom_smoothing")
+_RECORDER: Final[ContextVar[KeyRecorder]] = ContextVar("kvloom_smoothing")
 _OWN: Final[dict[int, str]] = {}
 """Original attention implementations of the configurations that are being recorded, by their ids."""
 
 
 @contextmanager
-def recorded(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def recorded(model: nn.Module, recorder: KeyRecorder) -> Iterator[None]:
     """Context in which the recorder sees the calls of the model's attention.
 
     Results are those of the model's own attention, also in other threads that use the model.
