@@ -17,7 +17,7 @@ from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.format import RESIDUAL_ROLLBACK, num_exact
 from kvloom.caches.tokens import Tokens
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import ConfigError
+from kvloom.errors import ConfigError, StateError
 from kvloom.ops.impl import cpu
 
 
@@ -194,6 +194,16 @@ def test_a_crop_of_some_rows_leaves_the_others_what_was_stored_after_an_assignme
         own = torch.cat((key[b], more[b, :, :kept], new[b]), 1)
         want = mixed(query[b], own, -own, RECENT, known=60)
         torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_a_residual_window_are_not_left_behind() -> None:
+    layer, key = layer_of(RECENT), tokens(2, 60, 1)
+    layer.append(key, key)
+    layer.sequences.remove([5, 5])
+    layer.num_tokens = 55
+    with pytest.raises(StateError, match="after 57 tokens, got 60"):
+        layer.append(key[:, :, :2], key[:, :, :2])
+    assert layer.num_tokens == layer.sequences.num_positions == 55
 
 
 @pytest.mark.parametrize("recent", [-1, True, 1.5])

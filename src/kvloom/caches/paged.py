@@ -197,7 +197,10 @@ class PagedLayer(Layer):
             sequences.pages.fit(storage)
             if residual is not None and exact is not None:
                 if (residual.begins, residual.num_positions) != (sequences.begins, sequences.num_positions):
-                    raise StateError("rows of a residual window must be changed as those beside it")
+                    raise StateError(
+                        f"rows of a residual window must end where those of the codes do, after "
+                        f"{sequences.num_positions} tokens, got {residual.num_positions}: change both"
+                    )
                 residual.pages.fit(exact)
             result = store(storage, exact, key, value)
         sequences.storages[self.index] = storage
@@ -292,11 +295,8 @@ class PagedLayer(Layer):
             self.sequences.own_pages()
             index = self.sequences.place(start, self.num_tokens, storage)
             storage.replace(new, index.own_slots(), index.positions())
-            self._forget_residual()
-
-    def _forget_residual(self) -> None:
-        if self.residual is not None:
-            self.residual.forget()
+            if self.residual is not None:
+                self.residual.forget()
 
     def _move(self, key: Tensor, value: Tensor, storage: Storage) -> None:
         """Replace all tokens by these, in an empty storage and in the sequences of their length."""
@@ -313,7 +313,8 @@ class PagedLayer(Layer):
         self.groups.move(self.all_sequences, new, self.index, end, num_removed)
         self.sequences, self.num_tokens, self.num_removed = new, end, num_removed
         self.residual = residual
-        self._forget_residual()
+        if residual is not None:
+            residual.forget()
 
     def stored(self) -> Tokens:
         """Tokens of ``keys`` and ``values``, not gathered.

@@ -149,22 +149,6 @@ class Placement:
             self.step = step = AlignedStep(start, end, storage.stride, slots, positions, visible, known)
         return step
 
-    def advance(self) -> bool:
-        """Begin a step of one token that follows from the last step.
-
-        Returns:
-            Whether ``step`` is the new one, for which there is room. If not, nothing was changed: the last
-            step had another number of tokens, a window evicts a page, tokens are missing in it, or a sequence
-            needs another page.
-        """
-        return advance([self])
-
-    def _take(self, step: AlignedStep) -> None:
-        for row in self.rows:
-            row.table.fill(1)
-        self._tokens.clear()
-        self.step, self.num_positions = step, step.end
-
     def _next_step(self) -> AlignedStep | None:
         """Step after the last one, whose slots and lengths are larger by 1; ``None`` if it is not so easy."""
         last, window = self.step, self.window
@@ -303,12 +287,21 @@ class Placement:
 
 
 def advance(groups: Sequence[Placement]) -> bool:
-    """``Placement.advance`` of rows in several groups, in all or in none."""
+    """Begin a step of one token that follows from the last step, in all groups or in none.
+
+    Returns:
+        Whether each ``step`` is the new one, for which there is room. If not, nothing was changed: the last
+        step had another number of tokens, a window evicts a page, tokens are missing in it, or a sequence
+        needs another page.
+    """
     steps = list[AlignedStep]()
-    for rows in groups:
-        if (step := rows._next_step()) is None:
+    for group in groups:
+        if (step := group._next_step()) is None:
             return False
         steps.append(step)
-    for rows, step in zip(groups, steps, strict=True):
-        rows._take(step)
+    for group, step in zip(groups, steps, strict=True):
+        for row in group.rows:
+            row.table.fill(1)
+        group._tokens.clear()
+        group.step, group.num_positions = step, step.end
     return True

@@ -8,7 +8,7 @@ from typing import Any
 from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
 from kvloom.caches.page_slots import ends_of
 from kvloom.caches.pages import Pages
-from kvloom.caches.placement import Placement
+from kvloom.caches.placement import Placement, advance
 from kvloom.caches.row import Row
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.errors import ArgumentError, ShapeError
@@ -111,7 +111,7 @@ class Sequences(Placement):
         start = self.num_positions
         if self.rows and end <= start:
             return
-        if end == start + 1 and self.advance():
+        if end == start + 1 and advance([self]):
             return
         self._reserve(batch, start, end)
 

@@ -48,11 +48,6 @@ class SessionGroup(PrefixGroup):
         pages.storages.update(storages)
         self.growing = GrowingPages(pages, max_pages)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return sum(storage.nbytes for storage in self.storages.values())
-
     def make_room(self, num_pages: int) -> None:
         """Allocate pages before findable pages are evicted."""
         self.growing.grow(num_pages)
