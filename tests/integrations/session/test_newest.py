@@ -235,12 +235,13 @@ def test_memory_that_does_not_come_is_a_limit(monkeypatch: pytest.MonkeyPatch) -
 def test_newest_tokens_are_of_the_memory_that_is_there(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "free_bytes", lambda device: free)
     model = continuous_batching(make_model("kvloom"), KV)
+    layers = token_layers_of(model)
     generation = GenerationConfig(max_new_tokens=NEW, **GREEDY)
     made = model.init_continuous_batching(generation, None)
     made.record()  # makes its pages
     report, config = made.report(), made.continuous_batching_config
     count = config.max_requests_per_batch
-    limits = Limits(token_layers_of(model), CODES, model.dtype, count, 2048)
+    limits = Limits(layers, CODES, model.dtype, count, 2048)
     room = free * config.max_memory_percent
     assert limits.nbytes(report.max_pages) <= room < limits.nbytes(report.max_pages + 1)
     assert count == 1024 or limits.residual_bytes <= room / 2

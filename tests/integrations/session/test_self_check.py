@@ -17,7 +17,7 @@ from kvloom.integrations.transformers import KVCache, continuous_batching, enabl
 from kvloom.integrations.transformers.isolation import check_isolation
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.models.text_config import token_ids_in
-from kvloom.integrations.transformers.session import groups, self_check
+from kvloom.integrations.transformers.session import manager, self_check
 
 STEP = "^model must compute a step of continuous batching, which {} does not: "
 LOGITS = "^model must have the same logits in continuous batching as in a plain forward, got {} whose logits "
@@ -149,7 +149,9 @@ def test_a_model_that_multiplies_what_is_rounded_is_accepted() -> None:
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
 def test_a_window_that_is_forgotten_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "windows_of", lambda config: dict.fromkeys(range(config.num_hidden_layers)))
+    layers_of = manager.token_layers_of
+    forgotten = lambda model: {i: x._replace(window=None) for i, x in layers_of(model).items()}  # noqa: E731
+    monkeypatch.setattr(manager, "token_layers_of", forgotten)
     with pytest.raises(
         UnsupportedError, match=r"whose logits differ by \d\.\de[+-]\d\d of their norm, where "
     ):

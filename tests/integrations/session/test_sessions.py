@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from integrations.models.test_families import family
 from oracles.batching import GREEDY, alone, batching_config, session
 from oracles.language_models import make_model
@@ -243,7 +242,7 @@ def test_arguments_that_are_refused() -> None:
 
 def test_transformers_4_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvloom.integrations.transformers.session.IS_4", True)
-    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    monkeypatch.setattr("kvloom.integrations.transformers.session.transformers.__version__", "4.57.6")
     with pytest.raises(UnsupportedError, match=r"must have transformers 5\.19\.0 or newer, got 4\.57\.6"):
         continuous_batching(make_model())
 
