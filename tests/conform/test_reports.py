@@ -21,6 +21,8 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 from kvloom.cli import main
 
+pytestmark = pytest.mark.process
+
 RIGHT = ("vllm.reshape_and_cache", "kvloom.conform.peers:reshape_and_cache")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SWAPPED = """
@@ -158,7 +160,6 @@ def pixels(file: Path) -> set[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.process
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_the_page_is_drawn(judged: Judged, tmp_path: Path) -> None:
     page, picture = judged.files["html"], tmp_path / "page.png"
