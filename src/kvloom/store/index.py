@@ -41,6 +41,10 @@ class IndexEntry(NamedTuple):
         return self.head_size <= MAX_HEAD and self.head_size + pages == self.size
 
 
+Entry = IndexEntry
+"""Its name in earlier releases."""
+
+
 class Segment(NamedTuple):
     """Pages of one run that continue a text, from the page with token ``start`` to token ``end``."""
 
