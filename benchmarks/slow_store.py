@@ -26,8 +26,8 @@ from oracles.slow_store import slow_store
 from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.store import KVStore
+from kvloom.store.digests import TextDigests, salt_digest, token_bytes
 from kvloom.store.format import Run, page_bytes
-from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
 
 NUM_TOKENS = 257
 PAGE = 16
@@ -57,7 +57,7 @@ def fill(backend: object, model: LlamaForCausalLM, count: int) -> None:
     data = bytearray(whose.num_heads * 2 * page_bytes(whose, PAGE))
     for _ in range(count):
         tokens = [rng.randrange(1000) for _ in range(2 * PAGE)]
-        before, *digests = Prefixes(whose.digest, salt, tokens).digests(range(0, 2 * PAGE + 1, PAGE))
+        before, *digests = TextDigests(whose.digest, salt, tokens).digests(range(0, 2 * PAGE + 1, PAGE))
         run = Run(whose, salt, 0, PAGE, before, tuple(digests), token_bytes(tokens))
         run = run.with_checksums(memoryview(data))
         backend._objects[run.name] = bytes(run.head() + data), time.time()  # type: ignore[attr-defined]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvloom.store.digests import TextDigests, salt_digest, token_bytes
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
 from kvloom.store.format import Run
-from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
 
 PLAIN = SideFormat(4, "float32")
 CODES = SideFormat(4, "float32", 8, 2, "float16")
@@ -41,7 +41,7 @@ def make_run(
     whose = fingerprint() if whose is None else whose
     digest = salt_digest(salt)
     ends = range(first, len(tokens) + 1, page_size)
-    before, *digests = Prefixes(whose.digest, digest, tokens).digests(ends)
+    before, *digests = TextDigests(whose.digest, digest, tokens).digests(ends)
     text = token_bytes(tokens[first : ends[-1]]) if has_text else None
     run = Run(whose, digest, first, page_size, before, tuple(digests), text)
     data = bytearray(random.Random(str(tokens)).randbytes(run.data_bytes))

@@ -15,8 +15,8 @@ from kvloom.cli import main
 from kvloom.models import bundled_model_path
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
+from kvloom.store.digests import TextDigests
 from kvloom.store.limits import evictions
-from kvloom.store.prefixes import Prefixes
 from kvloom.store.survey import look, runs_of, why
 
 TOKENS = list(range(20, 36))
@@ -155,7 +155,7 @@ def test_why_says_what_is_damaged(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     assert reasons(folder, TOKENS[:12])[5].startswith("damaged: the file must have")
     with KVStore(f"file://{folder}") as store:
-        prefixes = Prefixes(fingerprint().digest, make_run(TOKENS)[0].salt, TOKENS)
+        prefixes = TextDigests(fingerprint().digest, make_run(TOKENS)[0].salt, TOKENS)
         assert [x.end for x in store.tiers[0].catalog.find(fingerprint(), prefixes, 0, 12, None)] == [8]
     assert reasons(folder, TOKENS[:12])[5].startswith("damaged")
 

@@ -10,8 +10,8 @@ import pytest
 from store.runs import CODES, PLAIN, fingerprint
 
 from kvloom.errors import ConfigError, UnsupportedError
+from kvloom.store.digests import TextDigests, salt_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat, rotation_in
-from kvloom.store.prefixes import Prefixes, salt_digest
 
 WHOSE = fingerprint(LayerFormat(2, CODES, CODES))
 OTHERS: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_each_field_changes_the_digest_and_every_name(name: str, other: Fingerpr
     assert other != WHOSE
     assert other.digest != WHOSE.digest
     assert WHOSE.difference(other).startswith(name.split(".")[0].split(":")[0])
-    mine, theirs = (Prefixes(x.digest, salt_digest(""), [1, 2]).digests([0, 1, 2]) for x in (WHOSE, other))
+    mine, theirs = (TextDigests(x.digest, salt_digest(""), [1, 2]).digests([0, 1, 2]) for x in (WHOSE, other))
     assert set(mine).isdisjoint(theirs)
 
 
@@ -156,7 +156,7 @@ def test_salts_and_lengths_have_names_of_their_own() -> None:
     names = [
         digest
         for salt in ("", "a", "b", "\ud800")
-        for digest in Prefixes(WHOSE.digest, salt_digest(salt), [5, 5, 5]).digests(range(4))
+        for digest in TextDigests(WHOSE.digest, salt_digest(salt), [5, 5, 5]).digests(range(4))
     ]
     assert len(set(names)) == len(names)
 

@@ -13,9 +13,9 @@ from campaign import times
 from safetensors import deserialize
 from store.runs import CODES, PLAIN, damaged, fingerprint, make_run, rewritten
 
+from kvloom.store.digests import TextDigests, salt_digest
 from kvloom.store.fingerprint import LayerFormat
 from kvloom.store.format import DamagedRun, OtherFormat, Run, ranges_of, read_head
-from kvloom.store.prefixes import Prefixes, salt_digest
 from kvloom.store.sums import checksum
 
 TOKENS = list(range(10, 18))
@@ -31,7 +31,7 @@ def accept(file: bytes, tokens: list[int], salt: str = "") -> Run:
     run, start = read_head(file, len(file))
     if run.fingerprint != fingerprint() or run.salt != salt_digest(salt):
         raise DamagedRun("another model or salt")
-    prefixes = Prefixes(fingerprint().digest, salt_digest(salt), tokens)
+    prefixes = TextDigests(fingerprint().digest, salt_digest(salt), tokens)
     run.expect_prefix(prefixes, run.end)
     run.expect_whole(memoryview(file)[start:], range(run.num_pages), range(run.fingerprint.num_heads))
     return run

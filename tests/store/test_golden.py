@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from store.runs import CODES, PLAIN, fingerprint, make_run
 
+from kvloom.store.digests import TextDigests, salt_digest
 from kvloom.store.fingerprint import LayerFormat
 from kvloom.store.format import read_head
-from kvloom.store.prefixes import Prefixes, salt_digest
 
 GOLDEN = Path(__file__).parent / "golden"
 TOKENS = [1, 5, 70_000, 2, 9, 9, 0, 12]
@@ -29,7 +29,7 @@ def test_a_golden_file_is_read_and_written_bit_for_bit(name: str) -> None:
     assert file[start:] == data
     assert run.head() + data == file
     run.expect_whole(memoryview(file)[start:], range(run.num_pages), range(2))
-    prefixes = Prefixes(WHOSE.digest, salt_digest(str(MADE[name].get("salt", ""))), TOKENS)
+    prefixes = TextDigests(WHOSE.digest, salt_digest(str(MADE[name].get("salt", ""))), TOKENS)
     run.expect_prefix(prefixes, run.end)
 
 

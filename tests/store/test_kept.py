@@ -15,10 +15,10 @@ from store.runs import fingerprint, make_run
 from store.test_store import WHOSE, found, save
 
 from kvloom.store import KVStore
+from kvloom.store.digests import LastTexts, TextDigests, salt_digest
 from kvloom.store.format import DamagedRun
 from kvloom.store.heads import Heads
 from kvloom.store.index import Index, IndexEntry
-from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest
 from kvloom.store.sums import PLAIN, checksum
 
 TEXT = list(range(40))
@@ -88,7 +88,7 @@ def test_digests_that_are_kept_are_those_of_the_text() -> None:
         model, salt = rng.choice(whose), salt_digest(rng.choice("ab"))
         ends = sorted(rng.sample(range(len(tokens) + 1), min(len(tokens), 4)))
         kept = texts.prefixes(model, salt, tokens)
-        assert kept.digests(ends) == Prefixes(model, salt, tokens).digests(ends)
+        assert kept.digests(ends) == TextDigests(model, salt, tokens).digests(ends)
         assert all(end <= len(tokens) for end in kept._known)
 
 
@@ -106,7 +106,7 @@ def test_runs_are_followed_as_far_as_they_reach(sizes: tuple[int, ...]) -> None:
                 tokens[rng.randrange(len(tokens))] = 99
             index.add(IndexEntry.of(make_run(tokens, first, page_size=size)[0], 0))
         start, num_tokens = rng.randint(0, 12), rng.randint(1, 24)
-        prefixes = Prefixes(WHOSE.digest, salt_digest(""), TEXT[:num_tokens])
+        prefixes = TextDigests(WHOSE.digest, salt_digest(""), TEXT[:num_tokens])
         segments = index.find(prefixes, start, num_tokens)
         reached, reachable = start, []
         for x in index.entries.values():
@@ -126,7 +126,7 @@ def test_runs_are_followed_as_far_as_they_reach(sizes: tuple[int, ...]) -> None:
 
 def test_runs_of_one_text_are_found_in_time_that_each_adds_alike() -> None:
     index, lines = Index(), list[int]()
-    prefixes = Prefixes(WHOSE.digest, salt_digest(""), range(1200))
+    prefixes = TextDigests(WHOSE.digest, salt_digest(""), range(1200))
     for num_pages in range(1, 301):
         index.add(IndexEntry.of(make_run(range(4 * num_pages), 4 * num_pages - 4, page_size=4)[0], 0))
         if not num_pages % 100:
@@ -136,7 +136,7 @@ def test_runs_of_one_text_are_found_in_time_that_each_adds_alike() -> None:
 
 
 def test_pages_have_the_digests_of_their_ends() -> None:
-    prefixes = Prefixes(WHOSE.digest, salt_digest(""), TEXT)
+    prefixes = TextDigests(WHOSE.digest, salt_digest(""), TEXT)
     for size, first, end in product((1, 3, 4), (0, 3, 5, 8), (8, 12, 40)):
         ends = range(first + size, end + 1, size)
         assert prefixes.pages(size, first, end) == tuple(prefixes.digests(ends))
@@ -166,7 +166,7 @@ def test_a_store_is_told_of_uses_once_a_second(tmp_path: Path, monkeypatch: pyte
 
 def test_threads_share_what_is_kept() -> None:
     texts, problems = LastTexts(), []
-    wanted = Prefixes(WHOSE.digest, salt_digest(""), TEXT).digests(range(41))
+    wanted = TextDigests(WHOSE.digest, salt_digest(""), TEXT).digests(range(41))
 
     def work() -> None:
         for i in range(300):

@@ -20,7 +20,7 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
-from kvloom.store import Fingerprint, KVStore, layers_of, prefixes, put_below
+from kvloom.store import Fingerprint, KVStore, digests, layers_of, put_below
 
 TOKENS = list(range(20, 36))
 
@@ -144,13 +144,13 @@ def test_what_a_store_of_other_pages_knows_of_a_text_is_asked_with_its_digests(
         write(first, first.begin(tokens))
     second, num_packed = make(page_size=2), 0
     below = put_below(second, KVStore(f"file://{tmp_path}"), whose(second))
-    pack = prefixes.token_bytes
+    pack = digests.token_bytes
 
     def count(some: Any) -> bytes:
         nonlocal num_packed
         num_packed += len(some)
         return pack(some)
 
-    monkeypatch.setattr(prefixes, "token_bytes", count)
+    monkeypatch.setattr(digests, "token_bytes", count)
     assert below.known([*tokens, 1, 1], "") == [True] * 32 + [False]
     assert num_packed == 66

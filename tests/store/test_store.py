@@ -16,9 +16,9 @@ from store.runs import fingerprint, make_run, with_tests
 from kvloom.errors import ArgumentError
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends.files import Files
+from kvloom.store.digests import DIGEST_BYTES, TextDigests, salt_digest
 from kvloom.store.format import page_bytes
 from kvloom.store.index import Index, IndexEntry
-from kvloom.store.prefixes import DIGEST_BYTES, Prefixes, salt_digest
 
 NUM_LOOKUPS = times(400)
 NUM_SALTS = times(20_000)
@@ -285,9 +285,9 @@ def test_no_other_salt_or_model_is_ever_found() -> None:
         index.add(IndexEntry.of(run, 0))
     rng = random.Random(0)
     for i in range(NUM_SALTS):
-        prefixes = Prefixes(WHOSE.digest, salt_digest(f"{i}"), tokens)
+        prefixes = TextDigests(WHOSE.digest, salt_digest(f"{i}"), tokens)
         assert not index.find(prefixes, 0, rng.randint(2, 20))
-    assert not index.find(Prefixes(fingerprint(rope="x").digest, salt_digest(""), tokens), 0, 20)
+    assert not index.find(TextDigests(fingerprint(rope="x").digest, salt_digest(""), tokens), 0, 20)
 
 
 @pytest.mark.parametrize(

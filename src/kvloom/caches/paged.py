@@ -14,7 +14,7 @@ from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.groups import Groups
 from kvloom.caches.layer import Forks, Layer
-from kvloom.caches.pages import Run
+from kvloom.caches.pages import Span
 from kvloom.caches.placement import advance
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.sequences import Sequences, reserving
@@ -257,7 +257,7 @@ class PagedLayer(Layer):
         key, value = (x.narrow(2, first - run.first, end - first) for x in rows)
         return key, value
 
-    def _rows(self, run: Run, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def _rows(self, run: Span, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Views ``[B, H, slots, D]`` of the sequences and the free slots after them, if there can be such."""
         rows = storage.rows_of(run.extents, run.start)
         return None if rows is None or not rows[0].dtype == rows[1].dtype == dtype else rows

@@ -42,7 +42,7 @@ class _User(Protocol):
     def give_up_passed(self) -> None: ...
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Contiguous span of the tokens of each sequence, in evenly spaced extents.
 
     Attributes:
@@ -185,7 +185,7 @@ class Pages:
             self.copy(copies)
         return growth.num_pages > 0
 
-    def continue_run(self, tables: Sequence[PageTable], run: Run, num_tokens: int) -> bool:
+    def continue_run(self, tables: Sequence[PageTable], run: Span, num_tokens: int) -> bool:
         """Keep the pages of each table contiguous as it gets ``num_tokens`` more tokens, if possible.
 
         Extents grow to twice the pages of the tables. Then the tables move to the front of new tensors, once
@@ -257,7 +257,7 @@ class Pages:
         first = torch.tensor(self._first_slots(pages, storage), dtype=torch.int64).unsqueeze(1)
         return (first + torch.arange(storage.page_size)).flatten()
 
-    def run(self, tables: Sequence[PageTable]) -> Run | None:
+    def run(self, tables: Sequence[PageTable]) -> Span | None:
         """Contiguous span of the pages of each table, in evenly spaced extents; ``None`` if there is none."""
         places = [[self.pool.place(ref.id) for ref in table.pages] or [(0, 0)] for table in tables]
         if any(pages != [(pages[0][0], pages[0][1] + i) for i in range(len(pages))] for pages in places):
@@ -269,7 +269,7 @@ class Pages:
         end = extents[0] + step * len(extents)
         if extents != list(range(extents[0], end, step)):
             return None
-        return Run(slice(extents[0], end, step), indices.pop() * self.format.page_size)
+        return Span(slice(extents[0], end, step), indices.pop() * self.format.page_size)
 
     def all_tables(self) -> list[PageTable]:
         """Page tables of all sequences."""

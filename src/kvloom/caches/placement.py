@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom.caches.format import CacheFormat, num_exact
 from kvloom.caches.page_slots import PageSlots, are_longer
-from kvloom.caches.pages import Pages, Run
+from kvloom.caches.pages import Pages, Span
 from kvloom.caches.row import Row
 from kvloom.caches.storage import Storage
 from kvloom.caches.token_index import AlignedStep, TokenIndex
@@ -30,7 +30,7 @@ def num_new(begins: Iterable[int], start: int, end: int) -> list[int]:
     return [max(end - max(start, begin), 0) for begin in begins]
 
 
-class Placement:
+class RowPlacement:
     """The pages of B sequences, and the slots of their positions in the storage of a layer.
 
     Attributes:
@@ -49,13 +49,13 @@ class Placement:
     def __init__(self, pages: Pages, window: int | None, rollback: int, *, is_required: bool) -> None:
         self.pages, self.window, self.rollback, self.is_required = pages, window, rollback, is_required
         self.is_recording = False
-        self.previous: Placement | None = None
+        self.previous: RowPlacement | None = None
         self.rows: list[Row] = []
         self.num_positions = 0
         self.step: AlignedStep | None = None
         self._slots: dict[tuple[int, torch.device], tuple[list[int], PageSlots]] = {}
         self._tokens: dict[tuple[int, int, int, int, torch.device], TokenIndex] = {}
-        self._run: Run | Literal["unknown"] | None = "unknown"
+        self._run: Span | Literal["unknown"] | None = "unknown"
 
     @property
     def format(self) -> CacheFormat:
@@ -203,7 +203,7 @@ class Placement:
             return None
         return torch.tensor([max(first - column, 0) for first in firsts], device=device)
 
-    def run(self) -> Run | None:
+    def run(self) -> Span | None:
         """Contiguous span of each sequence's tokens, in evenly spaced extents; ``None`` if there is none."""
         if self._run == "unknown":
             # Sequences that begin together and lost the same number of tokens to the window.
@@ -213,7 +213,7 @@ class Placement:
             self._run = None if run is None or not firsts else run._replace(first=firsts[0])
         return self._run
 
-    def _run_after(self, ends: Sequence[tuple[int, PageRef | None]]) -> Run | Literal["unknown"] | None:
+    def _run_after(self, ends: Sequence[tuple[int, PageRef | None]]) -> Span | Literal["unknown"] | None:
         """``_run`` after tables grew that had these ``ends_of`` them."""
         place = self.pages.pool.place
         tables = self.tables
@@ -225,7 +225,7 @@ class Placement:
             extent, index = place(last.id)
             if any(place(ref.id) != (extent, index + i) for i, ref in enumerate(table.pages_from(count), 1)):
                 return "unknown"
-        return self._run if isinstance(self._run, Run) else "unknown"
+        return self._run if isinstance(self._run, Span) else "unknown"
 
     @property
     def has_own_pages(self) -> bool:
@@ -286,7 +286,7 @@ class Placement:
         self._run = "unknown"
 
 
-def advance(groups: Sequence[Placement]) -> bool:
+def advance(groups: Sequence[RowPlacement]) -> bool:
     """Begin a step of one token that follows from the last step, in all groups or in none.
 
     Returns:

@@ -28,7 +28,7 @@ Place: TypeAlias = "tuple[SavedPages, int]"
 """Saved pages, and the number of one of them."""
 
 
-class Part(NamedTuple):
+class SavedPart(NamedTuple):
     """Copies of consecutive tokens of one layer.
 
     Attributes:
@@ -48,6 +48,10 @@ class Part(NamedTuple):
             return KVView.split(key.axes, codes, None, scales[0])
         others = others.view(value.cache_dtype)
         return KVView.split(key.axes, codes, others, scales[0], scales[1], value_layout=value.axes)
+
+
+Part = SavedPart
+"""Its name in pickles of earlier releases."""
 
 
 class SavedStorage:
@@ -70,7 +74,7 @@ class SavedStorage:
         page_size: int,
         layout: str,
         is_gathered: bool,
-        parts: Sequence[Part],
+        parts: Sequence[SavedPart],
         smoothing: KeySmoothing | None = None,
     ) -> None:
         self.specs, self.page_size, self.layout, self.is_gathered = specs, page_size, layout, is_gathered
@@ -79,7 +83,7 @@ class SavedStorage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what earlier releases pickled, which had all tokens in one."""
-        vars(self).update(state, parts=[Part(state["specs"], state["tensors"])], _source=None)
+        vars(self).update(state, parts=[SavedPart(state["specs"], state["tensors"])], _source=None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = self.specs, self.page_size, self.layout, self.is_gathered
@@ -148,14 +152,14 @@ class _Piece:
         return _loaded_piece, (specs, forms, data)
 
 
-def _copied(storage: Storage, slots: Tensor) -> Part:
+def _copied(storage: Storage, slots: Tensor) -> SavedPart:
     """Copies of the tokens in these slots, as one page."""
     held = storage.like(max(len(slots), 1))
     held.reserve(1, 1 if len(slots) else 0)
     every = torch.arange(len(slots), device=storage.device)
     ops.copy(storage.view, slots.to(storage.device), held.view, every)
     key, value, *scales = held.tensors
-    return Part(held.specs, (raw(key), None if value is None else raw(value), scales[0], scales[1]))
+    return SavedPart(held.specs, (raw(key), None if value is None else raw(value), scales[0], scales[1]))
 
 
 def _tensors_in(
@@ -183,7 +187,7 @@ def _loaded(
     parts = []
     for own, found in pieces:
         key, value, *scales = (None if x is None else x.to(device) for x in found)
-        parts.append(Part(own, (key, value, scales[0], scales[1])))
+        parts.append(SavedPart(own, (key, value, scales[0], scales[1])))
     return SavedStorage(specs, page_size, layout, is_gathered, parts, smoothing)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
 from kvloom.caches.page_slots import ends_of
 from kvloom.caches.pages import Pages
-from kvloom.caches.placement import Placement, advance
+from kvloom.caches.placement import RowPlacement, advance
 from kvloom.caches.row import Row
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.errors import ArgumentError, ShapeError
@@ -18,7 +18,7 @@ ROLLBACK = 32
 """Tokens kept beyond a window, so that the last ones can be removed up to this number."""
 
 
-class Sequences(Placement):
+class Sequences(RowPlacement):
     """B sequences that share pages.
 
     With a ``window``, pages that no later token can see are released at the next step. When the new tokens

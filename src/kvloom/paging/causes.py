@@ -56,7 +56,7 @@ class Miss(NamedTuple):
         return self.cause if self.what is None else f"{self.cause}: {self.what}"
 
 
-class Node(Item):
+class TracedPage(Item):
     """Page of a text under a salt, in the pool or not.
 
     Attributes:
@@ -75,7 +75,7 @@ class Node(Item):
 
     __slots__ = ("by", "id", "more", "num_users", "parent", "salt", "state", "text", "time", "tokens", "used")
 
-    def __init__(self, id: int, salt: str, parent: Node | None, text: int, tokens: bytes) -> None:
+    def __init__(self, id: int, salt: str, parent: TracedPage | None, text: int, tokens: bytes) -> None:
         super().__init__()
         self.id, self.salt, self.parent, self.text, self.tokens = id, salt, parent, text, tokens
         self.state = "asked"
@@ -103,34 +103,34 @@ class Causes:
         self._texts: dict[tuple[int, bytes], int] = {}
         self._num_texts = 0
         self._num_ids = 0
-        self.nodes: dict[tuple[str, int], Node] = {}
+        self.nodes: dict[tuple[str, int], TracedPage] = {}
         self._following: dict[tuple[str, int], list[bytes]] = {}  # sealed pages after a text, sorted
         self._salts: Counter[int] = Counter()  # number of salts under which each text is sealed
         self._order = Recency()
-        self._pages: dict[int, Node] = {}  # sealed pages
-        self._asked: dict[int, list[Node]] = {}  # by request, the last ones
+        self._pages: dict[int, TracedPage] = {}  # sealed pages
+        self._asked: dict[int, list[TracedPage]] = {}  # by request, the last ones
         self._passed: Counter[int] = Counter()  # number of pages that a window has passed, by request
-        self._owed: dict[int, deque[Node]] = {}  # evicted pages that a request is about to compute
+        self._owed: dict[int, deque[TracedPage]] = {}  # evicted pages that a request is about to compute
         self._num_held = 0  # pages in use if those that are computed again had been found
-        self._paid: dict[int, Node] = {}  # pages that are being computed again
+        self._paid: dict[int, TracedPage] = {}  # pages that are being computed again
         self._clock = 0
 
-    def nodes_of(self, salt: str, pages: Sequence[bytes]) -> list[Node]:
+    def nodes_of(self, salt: str, pages: Sequence[bytes]) -> list[TracedPage]:
         """Get or make the nodes of a text from its start."""
         if len(self.nodes) + len(pages) > max(self._max_remembered, 2 * len(self._pages)):
             self._forget()
         self._clock += 1
-        found, node = list[Node](), None
+        found, node = list[TracedPage](), None
         for tokens in pages:
             node = self.node_after(node, salt, tokens)
             found.append(node)
         return found
 
-    def node_of(self, page: int) -> Node | None:
-        """Node of a sealed page, if it was sealed since the recording began."""
+    def node_of(self, page: int) -> TracedPage | None:
+        """TracedPage of a sealed page, if it was sealed since the recording began."""
         return self._pages.get(page)
 
-    def node_after(self, parent: Node | None, salt: str, tokens: bytes) -> Node:
+    def node_after(self, parent: TracedPage | None, salt: str, tokens: bytes) -> TracedPage:
         """Get or make the node of the page after ``parent``; ``None`` at the start of a text."""
         key = 0 if parent is None else parent.text, tokens
         text = self._texts.get(key, 0)
@@ -139,12 +139,12 @@ class Causes:
             self._texts[key] = text = self._num_texts
         node = self.nodes.get((salt, text))
         if node is None:
-            self.nodes[salt, text] = node = Node(self._num_ids, salt, parent, text, tokens)
+            self.nodes[salt, text] = node = TracedPage(self._num_ids, salt, parent, text, tokens)
             self._num_ids += 1
         node.used = self._clock
         return node
 
-    def explain(self, nodes: Sequence[Node], num_found: int, num_pages: int) -> list[Miss]:
+    def explain(self, nodes: Sequence[TracedPage], num_found: int, num_pages: int) -> list[Miss]:
         """Causes of the misses of all pages of a text after the first ``num_found``.
 
         Args:
@@ -169,7 +169,7 @@ class Causes:
             break
         return misses
 
-    def ask(self, request: int, nodes: list[Node], num_found: int) -> None:
+    def ask(self, request: int, nodes: list[TracedPage], num_found: int) -> None:
         """Record that a request asked for these pages and will compute those that were not found."""
         self._asked[request] = nodes
         if len(self._asked) > _MOST_ASKED:
@@ -191,7 +191,7 @@ class Causes:
             self._order.fill()
             self._num_held += 1
 
-    def seal(self, page: int, node: Node) -> None:
+    def seal(self, page: int, node: TracedPage) -> None:
         """Record that a held page is sealed and can be found."""
         computed = self._paid.pop(page, None)
         if computed is not node:
@@ -237,7 +237,7 @@ class Causes:
             del siblings[bisect_left(siblings, node.tokens)]
             self._salts[node.text] -= 1
 
-    def refuse(self, nodes: Sequence[Node], time: float, request: int) -> None:
+    def refuse(self, nodes: Sequence[TracedPage], time: float, request: int) -> None:
         """Record that there was no room for the last pages of a text, which a request has computed."""
         self.end(request)
         for node in reversed(nodes):
@@ -263,22 +263,22 @@ class Causes:
         for node in reversed(self._owed.pop(request, ())):
             self._leave(node)
 
-    def _use(self, node: Node) -> None:
+    def _use(self, node: TracedPage) -> None:
         node.num_users += 1
         if node.place >= 0:
             self._order.pull(node)
             self._num_held += 1
 
-    def _leave(self, node: Node) -> None:
+    def _leave(self, node: TracedPage) -> None:
         node.num_users -= 1
         if not node.num_users:
             self._order.push(node)
             self._num_held -= 1
 
-    def _give_up(self, node: Node, time: float, request: int) -> None:
+    def _give_up(self, node: TracedPage, time: float, request: int) -> None:
         node.state, node.time, node.by = "evicted", time, request
 
-    def _first_miss(self, node: Node, i: int) -> Miss:
+    def _first_miss(self, node: TracedPage, i: int) -> Miss:
         """Cause of the first miss that is no eviction; all pages before it were found or evicted."""
         if node.state == "passed":
             return Miss("window passed", i)
@@ -294,7 +294,7 @@ class Causes:
         return Miss("never stored", i)
 
     @staticmethod
-    def _before(node: Node) -> tuple[str, int]:
+    def _before(node: TracedPage) -> tuple[str, int]:
         return node.salt, 0 if node.parent is None else node.parent.text
 
     def _forget(self) -> None:

@@ -13,7 +13,7 @@ from struct import unpack
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
-from kvloom.paging.causes import Causes, Miss, Node
+from kvloom.paging.causes import Causes, Miss, TracedPage
 from kvloom.paging.states import Event, PageStates
 
 FORMAT: Final = "kvloom-events/1"
@@ -155,7 +155,7 @@ class Events:
         """Causes for which the pages of a text after the first ``num_found`` would be missed now."""
         return self.causes.explain(self.causes.nodes_of(salt, asked), num_found, num_pages)
 
-    def seal(self, nodes: Sequence[Node], pages: list[int]) -> None:
+    def seal(self, nodes: Sequence[TracedPage], pages: list[int]) -> None:
         """Record that pages are sealed under these nodes of ``causes``."""
         self.note("seal", pages, nodes=[node.id for node in nodes])
         for page, node in zip(pages, nodes, strict=True):

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from kvloom.paging.causes import Node as TextNode
+from kvloom.paging.causes import TracedPage
 from kvloom.paging.events import Events
 from kvloom.paging.page_states import PageRef
 from kvloom.paging.pool import PagePool
@@ -231,7 +231,7 @@ def record_present(events: Events, pool: PagePool, nodes: Nodes) -> None:
     idle = [ref.id for ref in pool.evictable()]
     free = {page for page in range(pool.num_pages) if pool.is_free(page)}
     events.take([page for page in range(pool.num_pages) if page not in free])
-    known: dict[int, TextNode | None] = {-1: None}
+    known: dict[int, TracedPage | None] = {-1: None}
     for last in nodes:
         above, step = list[int](), last
         while step not in known:
@@ -251,7 +251,7 @@ def record_present(events: Events, pool: PagePool, nodes: Nodes) -> None:
         events.causes.idle(page)
 
 
-def recorded(events: Events, nodes: Nodes, path: Sequence[int]) -> list[TextNode]:
+def recorded(events: Events, nodes: Nodes, path: Sequence[int]) -> list[TracedPage]:
     """Nodes of consecutive pages of a text in the history of causes."""
     above: list[int] = []  # pages before them, up to one that is known to be sealed, the last one first
     known, step, salt = None, nodes.parent(path[0]), nodes.salt(path[0])
@@ -260,7 +260,7 @@ def recorded(events: Events, nodes: Nodes, path: Sequence[int]) -> list[TextNode
         if known is None:
             above.append(step)
             step = nodes.parent(step)
-    found: list[TextNode] = []
+    found: list[TracedPage] = []
     for node in [*reversed(above), *path]:
         known = events.causes.node_after(known, salt, nodes.tokens(node))
         found.append(known)

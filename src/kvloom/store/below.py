@@ -12,10 +12,10 @@ from kvloom.errors import ArgumentError
 from kvloom.paging import Miss, PageRef, PrefixTree, interruptible
 from kvloom.store import survey
 from kvloom.store.backends import connect
+from kvloom.store.digests import TextDigests
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
 from kvloom.store.limits import evictions
-from kvloom.store.prefixes import Prefixes
 from kvloom.store.probe import Probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
@@ -345,7 +345,7 @@ class _Kept:
     salt: str
     num_lost: int
     num_pages: int
-    prefixes: Prefixes | None = None
+    prefixes: TextDigests | None = None
 
 
 def runs_of(numbers: Sequence[int], longest: int) -> list[range]:

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Final, Protocol
 
 from kvloom.store.backends import Backend, Stored
+from kvloom.store.digests import TextDigests
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.folders import Folder
 from kvloom.store.format import DamagedRun, OtherFormat, Run
 from kvloom.store.heads import FIRST_READ, head_from, head_of
 from kvloom.store.index import IndexEntry, Segment
 from kvloom.store.names import ObjectKind, folder_of, kind_of
-from kvloom.store.prefixes import Prefixes
 from kvloom.store.readers import Readers
 from kvloom.store.speed import Speed
 from kvloom.store.sums import Sums
@@ -89,7 +89,7 @@ class Catalog:
                 self._listed(folder, seconds)
 
     def find(
-        self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int, wait: float | None
+        self, fingerprint: Fingerprint, prefixes: TextDigests, start: int, num_tokens: int, wait: float | None
     ) -> list[Segment]:
         """``Index.find`` over all runs of a fingerprint.
 
@@ -121,7 +121,7 @@ class Catalog:
                 self._listed(folder, None)
             self._listed(folder, None)
 
-    def known(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> set[int]:
+    def known(self, fingerprint: Fingerprint, prefixes: TextDigests, ends: range) -> set[int]:
         """Ends of pages, among ``ends``, of known runs; sends no request."""
         with self._changed:
             index = self._folder(fingerprint).index

@@ -11,9 +11,9 @@ from typing import Any, Final, NoReturn
 
 from kvloom.core.entries import Part
 from kvloom.errors import ConfigError, KVError
+from kvloom.store.digests import DIGEST_BYTES, TextDigests
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.names import run_name
-from kvloom.store.prefixes import DIGEST_BYTES, Prefixes
 from kvloom.store.sums import PLAIN, SUM_BYTES, Sums
 
 MAX_HEADER: Final = 1 << 20
@@ -45,7 +45,7 @@ class Run:
         salt: ``salt_digest`` of their salt.
         first: Position of the first token.
         page_size: S.
-        before: Digest of all tokens before the first, as of ``Prefixes``.
+        before: Digest of all tokens before the first, as of ``TextDigests``.
         digests: Digest of all tokens up to the end of each page; N of 32 bytes.
         tokens: N * S token ids as little-endian int64; ``None`` if no text is kept.
         checksums: Checksums of each page of each head, R rows of N, 16 bytes each.
@@ -143,7 +143,7 @@ class Run:
                 number = pages.start + page // SUM_BYTES
                 raise DamagedRun(f"page {number} of head {head} does not have its checksum")
 
-    def expect_prefix(self, prefixes: Prefixes, end: int) -> None:
+    def expect_prefix(self, prefixes: TextDigests, end: int) -> None:
         """Check that the run has a text from its first token to ``end``, which ends a page.
 
         Args:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from kvloom.store.digests import TextDigests
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import MAX_HEAD, Run, page_bytes
-from kvloom.store.prefixes import Prefixes
 
 
 class IndexEntry(NamedTuple):
@@ -95,7 +95,7 @@ class Index:
             if others:
                 self._ends[digest] = others
 
-    def find(self, prefixes: Prefixes, start: int, num_tokens: int) -> list[Segment]:
+    def find(self, prefixes: TextDigests, start: int, num_tokens: int) -> list[Segment]:
         """Fewest consecutive segments that reach furthest from ``start``.
 
         Args:
@@ -151,7 +151,7 @@ def _single_ends(entry: IndexEntry) -> range:
     return range(entry.first + 1, entry.first + len(entry.digests) + 1 if entry.page_size == 1 else 0)
 
 
-def _digests(prefixes: Prefixes, sizes: list[int], start: int, num_tokens: int) -> Sequence[bytes]:
+def _digests(prefixes: TextDigests, sizes: list[int], start: int, num_tokens: int) -> Sequence[bytes]:
     """Digests of prefixes that end after ``start`` with a page of one of these sizes, ascending."""
     if len(sizes) == 1:
         return prefixes.pages(sizes[0], start // sizes[0] * sizes[0], num_tokens)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from kvloom.store.backends import Backend, Stored
+from kvloom.store.digests import DIGEST_BYTES
 from kvloom.store.format import DamagedRun, OtherFormat
 from kvloom.store.index import IndexEntry
 from kvloom.store.names import index_name, run_name
-from kvloom.store.prefixes import DIGEST_BYTES
 from kvloom.store.sums import SUM_BYTES, Sums
 
 MAX_RUNS: Final = 4096

@@ -5,10 +5,10 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvloom.store.backends import Backend, Stored
+from kvloom.store.digests import DIGEST_BYTES
 from kvloom.store.format import DamagedRun
 from kvloom.store.heads import head_of
 from kvloom.store.names import ObjectKind, kind_of, mark_name, position_of, quarantine_name
-from kvloom.store.prefixes import DIGEST_BYTES
 from kvloom.store.sums import PLAIN, Sums
 
 _LAST: Final = {ObjectKind.PROBE: 2, ObjectKind.INDEX: 1, ObjectKind.QUARANTINED: -1}

@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from kvloom.errors import ArgumentError
+from kvloom.store.digests import LastTexts, TextDigests, salt_digest
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.index import Segment
 from kvloom.store.patience import Patience
-from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest
 from kvloom.store.probe import Probe
 from kvloom.store.sums import PLAIN, Sums
 from kvloom.store.tier import ReadPages, Tier
@@ -141,7 +141,7 @@ class KVStore:
         """
         return self.reach(fingerprint, self.prefixes(fingerprint, salt, tokens), start, len(tokens))
 
-    def reach(self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int) -> int:
+    def reach(self, fingerprint: Fingerprint, prefixes: TextDigests, start: int, num_tokens: int) -> int:
         """``find`` of the first ``num_tokens`` tokens of a text, given its ``prefixes``."""
         end, before = start, -1
         while before < end < num_tokens:
@@ -151,7 +151,7 @@ class KVStore:
                     end = segment.end
         return end
 
-    def prefixes(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int]) -> Prefixes:
+    def prefixes(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int]) -> TextDigests:
         """Digests of a text; those of the last texts are cached.
 
         Args:
@@ -260,7 +260,7 @@ class KVStore:
             for call in calls:
                 call.cancel()
 
-    def missing(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> list[int]:
+    def missing(self, fingerprint: Fingerprint, prefixes: TextDigests, ends: range) -> list[int]:
         """Ends of the pages that some available store does not have, even in its queue."""
         here = [
             tier.catalog.known(fingerprint, prefixes, ends)
@@ -300,7 +300,7 @@ class KVStore:
         self,
         fingerprint: Fingerprint,
         salt: str,
-        prefixes: Prefixes,
+        prefixes: TextDigests,
         first: int,
         end: int,
         page_size: int,

@@ -5,13 +5,13 @@ from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
 from kvloom.store.backends import Backend, Stored
+from kvloom.store.digests import TextDigests, salt_digest, token_bytes
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import DamagedRun, OtherFormat, Run, ranges_of
 from kvloom.store.heads import head_of
 from kvloom.store.index import Index, IndexEntry
 from kvloom.store.limits import Eviction
 from kvloom.store.names import ObjectKind, kind_of
-from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
 from kvloom.store.sums import PLAIN, Sums
 
 _AT_ONCE: Final = 64 << 20
@@ -100,7 +100,7 @@ def why(
     """
     digest = salt_digest(salt)
     known = list(runs)
-    mine = Prefixes(fingerprint.digest, digest, tokens)
+    mine = TextDigests(fingerprint.digest, digest, tokens)
     index = Index()
     for x in known:
         if x.run is not None and not x.problem:
@@ -121,7 +121,7 @@ def _reason(
     evicted: Mapping[bytes, float],
     fingerprint: Fingerprint,
     salt: bytes,
-    mine: Prefixes,
+    mine: TextDigests,
     tokens: Sequence[int],
     page: range,
 ) -> str:
@@ -139,7 +139,7 @@ def _reason(
     reasons = []
     for run in runs:
         if run.fingerprint != fingerprint:
-            theirs = Prefixes(run.fingerprint.digest, run.salt, tokens)
+            theirs = TextDigests(run.fingerprint.digest, run.salt, tokens)
             if any(x in run.digests for x in theirs.digests([page.stop])):
                 return f"another model: {fingerprint.difference(run.fingerprint)}"
             continue

@@ -10,13 +10,13 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvloom.store.backends import Backend, connect, expect_own, public_url
 from kvloom.store.catalog import Catalog
+from kvloom.store.digests import TextDigests
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of
 from kvloom.store.heads import Heads
 from kvloom.store.index import IndexEntry, Segment
 from kvloom.store.limits import quarantine
 from kvloom.store.names import ObjectKind, folder_of, kind_of, probe_name
-from kvloom.store.prefixes import Prefixes
 from kvloom.store.probe import Probe
 from kvloom.store.readers import Readers
 from kvloom.store.room import Room, is_full
@@ -114,7 +114,7 @@ class Tier:
         self,
         fingerprint: Fingerprint,
         salt: bytes,
-        prefixes: Prefixes,
+        prefixes: TextDigests,
         segment: Segment,
         heads: range | None = None,
     ) -> ReadPages | None:
@@ -142,7 +142,7 @@ class Tier:
         self,
         fingerprint: Fingerprint,
         salt: bytes,
-        prefixes: Prefixes,
+        prefixes: TextDigests,
         segment: Segment,
         heads: range | None,
     ) -> ReadPages | None:

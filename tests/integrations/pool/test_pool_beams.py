@@ -17,7 +17,7 @@ from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.versions import IS_4
-from kvloom.store.prefixes import salt_digest
+from kvloom.store.digests import salt_digest
 
 MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 3},

@@ -29,7 +29,7 @@ from kvloom.integrations.transformers.states.specs import states_of
 from kvloom.store import KVStore, read_head
 from kvloom.store.backends.memory import MemoryBackend
 from kvloom.store.below import StoreBelow
-from kvloom.store.prefixes import salt_digest
+from kvloom.store.digests import salt_digest
 
 pytestmark = pytest.mark.skipif(
     StatefulLayer is type(None), reason="this transformers has no recurrent states in its caches"

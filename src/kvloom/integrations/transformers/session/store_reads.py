@@ -32,7 +32,7 @@ class Read(NamedTuple):
     pieces: Future[list[ReadPages]]
 
 
-class Part(NamedTuple):
+class PartialPage(NamedTuple):
     """Partial page that stores had after the full pages of a prompt.
 
     Attributes:
@@ -160,7 +160,7 @@ class StoreReads:
         for below, read in self._reads.get(request_id, ()):
             below.now = read
 
-    def take_part(self, num_tokens: int, most: int) -> "Part":
+    def take_part(self, num_tokens: int, most: int) -> "PartialPage":
         """The partial page that stores have, for the request that begins.
 
         Args:
@@ -180,7 +180,7 @@ class StoreReads:
         refs: list[PageRef] = []
         size = self._groups[0].pages.format.page_size
         if not 0 < end - num_tokens < size or not all(below.has_storages() for below in self._below):
-            return Part(num_tokens, refs, False)
+            return PartialPage(num_tokens, refs, False)
         try:
             for group, below, pieces in zip(self._groups, self._below, found, strict=True):
                 group.make_room(1)
@@ -189,8 +189,8 @@ class StoreReads:
         except (OutOfPages, MemoryError):
             for group, ref in zip(self._groups, refs, strict=False):
                 group.pages.pool.release(ref)
-            return Part(num_tokens, [], False)
-        return Part(end, refs, all(_ends_text(pieces[-1], end) for pieces in found))
+            return PartialPage(num_tokens, [], False)
+        return PartialPage(end, refs, all(_ends_text(pieces[-1], end) for pieces in found))
 
     def keep_part(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str) -> None:
         """Pass the partial last page of a text in each group to stores."""

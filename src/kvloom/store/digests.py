@@ -33,7 +33,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
         raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
 
 
-class Prefixes:
+class TextDigests:
     """Digests of the prefixes of one text.
 
     Args:
@@ -72,7 +72,7 @@ class Prefixes:
             self._pages[size] = tuple(self.digests(range(size, len(self._tokens) // 8 + 1, size)))
         return self._pages[size][first // size : end // size]
 
-    def copy(self) -> "Prefixes":
+    def copy(self) -> "TextDigests":
         """Another object of this text, which can be extended."""
         other = copy(self)
         other._tokens, other._known, other._pages = bytearray(self._tokens), self._known.copy(), {}
@@ -92,11 +92,11 @@ class Prefixes:
         """Number of tokens of the text."""
         return len(self._tokens) // 8
 
-    def is_of(self, other: "Prefixes") -> bool:
+    def is_of(self, other: "TextDigests") -> bool:
         """Whether ``other`` has the same text, fingerprint and salt."""
         return self._known[0] == other._known[0] and self._tokens == other._tokens
 
-    def learn(self, other: "Prefixes") -> bool:
+    def learn(self, other: "TextDigests") -> bool:
         """Copy the digests of another text, if one of the two texts continues the other.
 
         Returns:
@@ -115,18 +115,18 @@ class Prefixes:
 
 
 class LastTexts:
-    """Cache of the ``Prefixes`` of the last texts, so that no digest is computed twice. Thread-safe."""
+    """Cache of the ``TextDigests`` of the last texts, so that no digest is computed twice. Thread-safe."""
 
     def __init__(self, max_texts: int = 4) -> None:
-        self._kept: deque[Prefixes] = deque(maxlen=max_texts)
+        self._kept: deque[TextDigests] = deque(maxlen=max_texts)
 
-    def prefixes(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> Prefixes:
-        """``Prefixes`` of a text, cached.
+    def prefixes(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> TextDigests:
+        """``TextDigests`` of a text, cached.
 
         Raises:
             ArgumentError: as ``token_bytes``.
         """
-        found = Prefixes(fingerprint, salt, tokens)
+        found = TextDigests(fingerprint, salt, tokens)
         is_part = False
         for kept in list(self._kept):
             if kept.is_of(found):
