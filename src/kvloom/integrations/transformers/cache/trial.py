@@ -18,6 +18,7 @@ from kvloom.integrations.transformers.cache.layers import KVCacheLayer
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
 from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.models.positions import positions_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
@@ -98,7 +99,7 @@ def _why_not_causal(model: Any) -> str:
             expected, found = (_logits(model, x, None)[:, :half].float() for x in (one, other))
     except Exception as error:  # whatever a model raises without what it needs beside tokens
         return f"model must compute a short text, got {name}: {summary_of(error)}"
-    differs, allowed = _distance(model, found, expected, model.config.get_text_config().num_hidden_layers)
+    differs, allowed = _distance(model, found, expected, len(layers_of(model)))
     if not differs > allowed:  # not a number is what broken weights compute, causal or not
         return ""
     return (
