@@ -57,7 +57,7 @@ def test_salts_and_content_that_are_not_told_apart_are_found(monkeypatch: pytest
 
 
 def test_a_pool_that_shares_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prefixes, "_num_columns", lambda self, texts, begins, is_within: min(begins))
+    monkeypatch.setattr(Prefixes, "_num_columns", lambda self, every, begins, *_: min(begins))
     assert {"the same text", "the same content", "a store that has the text"} <= problems(make_model())
 
 

@@ -56,7 +56,7 @@ EXCEPTIONS = {
 NAMES = [name for name, (config, _) in ALL.items() if hasattr(transformers, config)]
 HELD = [name for name in NAMES if name not in EXCEPTIONS]
 # Of the others the first two layers have all kinds.
-FOUR_LAYERS = ("Llama4", "Gemma3n", "Gemma4", "Qwen3-Next", "Cohere2", "EXAONE 4", "SmolLM3")
+FOUR_LAYERS = ("Llama4", "Gemma3n", "Gemma4", "Qwen3-Next", "Cohere2", "EXAONE 4", "SmolLM3", "MiMo-V2")
 TOKENS, ROWS = 20, 3
 DTYPES = [torch.float32, torch.bfloat16]
 

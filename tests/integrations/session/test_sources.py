@@ -35,7 +35,7 @@ def test_layers_have_the_heads_that_the_model_gives_them() -> None:
     sizes = {
         (x.entry.heads, x.entry.key.head_dim, x.entry.value.head_dim) for x in token_layers_of(model).values()
     }
-    assert sizes == {(2, 8, 4), (4, 8, 4)}
+    assert sizes == {(2, 16, 8), (4, 16, 8)}
 
 
 def test_modes_and_their_number_say_the_same() -> None:
