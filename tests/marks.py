@@ -17,9 +17,14 @@ _compiled = [0]
 
 def watch() -> None:
     """Note from now on what starts."""
-    _note(subprocess.Popen, "__init__", lambda self, args, *_, **__: args if "python" in str(args) else None)
+    _note(subprocess.Popen, "__init__", lambda self, args, *_, **__: args if _starts_python(args) else None)
     _note(BaseProcess, "start", lambda self: self.name)
     _note(os, "fork", lambda: "os.fork")
+
+
+def _starts_python(args: Any) -> bool:
+    """Whether a command starts a Python; the module ``platform`` asks ``file`` what one is, and starts none."""
+    return "python" in str(args) and (isinstance(args, str | bytes) or str(args[0]) != "file")
 
 
 def _note(owner: Any, name: str, describe: Callable[..., object]) -> None:
