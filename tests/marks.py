@@ -23,7 +23,7 @@ def watch() -> None:
 
 
 def _starts_python(args: Any) -> bool:
-    """Whether a command starts a Python; the module ``platform`` asks ``file`` what one is, and starts none."""
+    """Whether a command starts a Python; ``platform`` asks ``file`` what one is, and starts none."""
     return "python" in str(args) and (isinstance(args, str | bytes) or str(args[0]) != "file")
 
 
