@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers import KVCache, KVCacheLayer, enable
+from kvloom.integrations.transformers import KVCache, KVCacheLayer, KVPool, enable
 from kvloom.integrations.transformers.models import layer_specs
 
 SMALL = {
@@ -280,3 +280,14 @@ def test_decoder_half_of_an_encoder_decoder_model(attention: str, options: dict[
     both = EncoderDecoderCache(KVCache.for_model(model, page_size=4), DynamicCache())
     assert torch.equal(model.generate(**prompt, past_key_values=both, **options), expected)
     assert both.self_attention_cache.nbytes > 0
+
+
+def test_states_that_no_layer_keeps_are_refused() -> None:
+    """A configuration that names no layers says nothing of them; one of attention alone has no states."""
+    model = family("Llama")
+    model._is_stateful, model.config.layer_types = True, None
+    for door in (KVCache.for_model, lambda model: KVPool.for_model(model, max_tokens=64)):
+        with pytest.raises(UnsupportedError, match=r"^model must have layers that .* got 'recurrent'"):
+            door(model)
+    model.config.layer_types = ["full_attention"] * 4
+    assert len(KVCache.for_model(model).layers) == 4

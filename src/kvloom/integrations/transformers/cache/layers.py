@@ -23,6 +23,7 @@ from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedErro
 from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates, refuse_gradient
 from kvloom.integrations.transformers.attention.lazy_tensor import as_autocast
+from kvloom.integrations.transformers.models.layer_specs import OF_PICTURES
 
 # With transformers 4 ``crop(n)`` keeps n tokens; with 5 ``crop(-n)`` removes n.
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
@@ -354,7 +355,7 @@ class CrossLayer(DynamicLayer):  # type: ignore[misc]
     They are kept as transformers keeps them, and a crop of the text leaves them.
     """
 
-    keeps = "keys and values of pictures"
+    keeps = OF_PICTURES
 
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing."""

@@ -52,6 +52,9 @@ _OF_TOKENS: Final = (
 )
 """Names that configurations have for layers of which transformers' classes keep all that they need."""
 
+OF_PICTURES: Final = "keys and values of pictures"
+"""What a layer keeps that attends to pictures, without tokens of the text."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -93,19 +96,26 @@ def layers_of(model: Any) -> tuple[LayerSpec, ...]:
     """What each layer of a model's cache keeps, in the order of the cache.
 
     Layers that attend to the keys of another layer are in ``sources_of``; a cache has none for the last ones.
+
+    Raises:
+        UnsupportedError: transformers makes no cache of the configuration.
     """
-    is_recurrent = getattr(model, "_is_stateful", False)
-    return _specs(text_config_of(model), type(model).__name__, _layers_used(model), is_recurrent=is_recurrent)
-
-
-def layers_of_config(config: Any) -> tuple[LayerSpec, ...]:
-    """``layers_of`` for the configuration of the part that generates text, if all layers are used."""
-    return _specs(config, type(config).__name__, None, is_recurrent=False)
-
-
-def windows_of(config: Any) -> dict[int, int | None]:
-    """The window of each layer that keeps keys and values of its own, by its number."""
-    return {x.number: x.window for x in layers_of_config(config) if x.tokens}
+    config, name, used = text_config_of(model), type(model).__name__, _layers_used(model)
+    theirs = _their_layers(config, name)
+    theirs = theirs if used is None else theirs[: max(used) + 1]
+    later = layers_of_later_passes(config)
+    numbers = [*range(len(theirs)), *later]
+    kinds = [*(getattr(config, "layer_types", None) or ["full_attention"] * len(theirs))]
+    if keeps_states_elsewhere(model):  # nobody knows what its layers need
+        kinds = ["recurrent"] * len(kinds)
+    across = getattr(config, "cross_attention_layers", None) or ()
+    specs = []
+    for i, layer in enumerate([*theirs, *(copy.deepcopy(theirs[i]) for i in later)]):
+        number = numbers[i]
+        kind = kinds[number] if number < len(kinds) else "unknown"
+        spec = LayerSpec(number, kind, layer, is_used=used is None or number in used or i >= len(theirs))
+        specs.append(_of_pictures(spec, name) if number in across else _of_their_class(config, spec, name))
+    return tuple(specs)
 
 
 def sources_of(config: Any) -> dict[int, int]:
@@ -145,7 +155,7 @@ def keeps_states_elsewhere(model: Any) -> bool:
     config = text_config_of(model)
     if not getattr(model, "_is_stateful", False):
         return False
-    if any(isinstance(x, StatefulLayer) for x in DynamicCache(config=config).layers):
+    if any(isinstance(x, StatefulLayer) for x in _their_layers(config, type(model).__name__)):
         return False
     return not all(kind in _OF_TOKENS for kind in getattr(config, "layer_types", None) or ["unknown"])
 
@@ -182,8 +192,6 @@ def why_not(model: Any, use: Use, layers: Sequence[LayerSpec] | None = None) -> 
             return f"model must attend to keys and values in a layer, got {name} without any"
         kept = f"{name} with {dict(Counter(x.keeps for x in layers))}"
         return f"model must have layers that attend to keys and values, got {kept}"
-    if use == "session" and keeps_states_elsewhere(model):
-        return f"model must keep its recurrent states in a cache, which {name} does not"
     return ""
 
 
@@ -235,34 +243,21 @@ def _layers_used(model: Any) -> set[int] | None:
     return {number for number in numbers if isinstance(number, int)} or None
 
 
-def _specs(config: Any, name: str, used: set[int] | None, *, is_recurrent: bool) -> tuple[LayerSpec, ...]:
+def _their_layers(config: Any, name: str) -> list[Any]:
+    """Empty layers of transformers' own cache."""
     try:
-        theirs = DynamicCache(config=config).layers
+        layers: list[Any] = DynamicCache(config=config).layers
     except (AttributeError, KeyError) as error:
         raise UnsupportedError(
             f"model must have a configuration from which transformers makes a DynamicCache, got that of "
             f"{name}: {error}"
         ) from error
-    theirs = theirs if used is None else theirs[: max(used) + 1]
-    later = layers_of_later_passes(config)
-    numbers = [*range(len(theirs)), *later]
-    kinds = [*(getattr(config, "layer_types", None) or ["full_attention"] * len(theirs))]
-    if is_recurrent and not any(isinstance(x, StatefulLayer) for x in theirs):
-        # States that no layer keeps: nobody knows what its layers need.
-        kinds = kinds if all(kind in _OF_TOKENS for kind in kinds) else ["recurrent"] * len(kinds)
-    across = getattr(config, "cross_attention_layers", None) or ()
-    specs = []
-    for i, layer in enumerate([*theirs, *(copy.deepcopy(theirs[i]) for i in later)]):
-        number = numbers[i]
-        kind = kinds[number] if number < len(kinds) else "unknown"
-        spec = LayerSpec(number, kind, layer, is_used=used is None or number in used or i >= len(theirs))
-        specs.append(_of_pictures(spec, name) if number in across else _of_their_class(config, spec, name))
-    return tuple(specs)
+    return layers
 
 
 def _of_pictures(spec: LayerSpec, name: str) -> LayerSpec:
     """A layer that attends to pictures, without tokens of the text, as in Mllama."""
-    return _refused(replace(spec, keeps="keys and values of pictures"), name)
+    return _refused(replace(spec, keeps=OF_PICTURES), name)
 
 
 def _of_their_class(config: Any, spec: LayerSpec, name: str) -> LayerSpec:

@@ -19,7 +19,7 @@ from kvloom.integrations.transformers.cache.trial import expect_causal
 from kvloom.integrations.transformers.fingerprint.scopes import scope_in
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.models.content import is_within
-from kvloom.integrations.transformers.models.layer_specs import expect_use
+from kvloom.integrations.transformers.models.layer_specs import expect_use, layers_of
 from kvloom.integrations.transformers.models.text_config import only_head_dims, text_config_of
 from kvloom.integrations.transformers.pool.memory import PoolMemory
 from kvloom.integrations.transformers.pool.model import PoolModel
@@ -200,11 +200,12 @@ class KVPool(Recorder):
                 or attends to later tokens; or there is a store, and the weights are not in memory.
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
-        expect_use(model, "pool")
+        specs = layers_of(model)
+        expect_use(model, "pool", specs)
         expect_causal(model)
         smoothing = smoothing_for(model, kv)
         format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
-        layers = make_layers(model, format, is_kept=True, policy=policy)
+        layers = make_layers(model, format, is_kept=True, policy=policy, specs=specs)
         states = states_for(model, layers, format, state_interval, max_state_bytes)
         if store is not None:
             from kvloom.store.store import open_store

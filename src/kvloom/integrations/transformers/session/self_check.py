@@ -20,7 +20,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.fingerprint.context import float32_precision
 from kvloom.integrations.transformers.models.bit_plan import config_digest
-from kvloom.integrations.transformers.models.layer_specs import windows_of
+from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import text_config_of, token_ids_in
@@ -108,7 +108,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
 def _prompts(model: Any) -> list[list[int]]:
     """Prompts without special tokens, such as padding or placeholders of pictures."""
     config, rope = text_config_of(model), dynamic_rope(model)
-    window = max((x for x in windows_of(config).values() if x is not None), default=0)
+    window = max((x.window for x in layers_of(model) if x.tokens and x.window), default=0)
     lengths = (max(_LENGTHS[0], min(window + 16, _LONGEST)), *_LENGTHS[1:])
     ends = (rope and rope.limit, getattr(config, "max_position_embeddings", None))
     most = min([n - _NEW for n in ends if isinstance(n, int) and n > _NEW], default=_LONGEST)
