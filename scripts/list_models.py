@@ -9,7 +9,6 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.supports import USES, Support
 from kvloom.planning.model import AUTO_CLASSES
 from kvloom.planning.supports import support_of_config
@@ -30,9 +29,7 @@ def support(name: str) -> Support | None:
     """What a family keeps and allows by its default configuration; ``None`` if that makes no model."""
     try:
         return support_of_config(CONFIG_MAPPING[name]())
-    except UnsupportedError:
-        return None
-    except Exception:  # the defaults of some configurations are refused by these themselves
+    except Exception:  # of the configuration itself, too, whose defaults may contradict one another
         return None
 
 

@@ -68,7 +68,9 @@ def test_the_page_says_what_the_models_say() -> None:
     """A sample of its rows; with another version of transformers the page is of another table."""
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     if f"With transformers {transformers.__version__}, " not in text:
-        pytest.skip("the page is of another version of transformers")
+        pytest.skip(
+            "families have other defaults in other versions: scripts/list_models.py writes those of this one"
+        )
     module = runpy.run_path(str(ROOT / "scripts" / "list_models.py"))
     for name in ("llama", "gemma3_text", "deepseek_v32", "qwen3_next", "falcon_h1", "mamba", "moshi", "blt"):
         line = module["row"](name, module["support"](name), [])

@@ -76,8 +76,7 @@ class Nodes:
 
     def _child(self, parent: int, page: bytes) -> int:
         """Child of a node with these tokens; -1 if there is none."""
-        entry = hash((parent, page)) & self._mask
-        node = self._table[entry if entry < len(self._table) else entry & (self._mask >> 1)]
+        node = self._table[self._entry(hash((parent, page)))]
         while node >= 0 and (self.parents[node] != parent or self._tokens[node] != page):
             node = self._next[node]
         return node
