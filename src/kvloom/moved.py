@@ -24,6 +24,7 @@ _INTO: Final = {
 }
 """Modules that each package has taken from the package around it, names and all."""
 MOVED: Final = {
+    "caches.changes": "caches.layer_set",
     "caches.fixed_recent": "caches.layers.ring",
     "caches.prefix": "caches.prefixes.cache",
     "caches.prefix_group": "caches.prefixes.group",
