@@ -36,6 +36,11 @@ def num_exact(recent: int) -> int:
     return recent - 1 + RESIDUAL_ROLLBACK
 
 
+def first_seen(position: int, window: int | None) -> int:
+    """Position of the first token that one at ``position`` sees."""
+    return 0 if window is None else max(position - window + 1, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
     """Format of a layer's tokens.

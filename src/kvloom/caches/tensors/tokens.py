@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tensors.token_index import TokenIndex
-from kvloom.caches.tensors.transform import Transform, load_restored
+from kvloom.caches.tensors.transform import Transform, stored_by
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 
@@ -99,7 +99,7 @@ class Tokens:
             return self.rows
         transform = self.transform
         positions = self.index.positions() if transform is not None and transform.needs_positions else None
-        found = load_restored(self.index.slots, self.view, dtype, transform, positions)
+        found = ops.load(self.index.slots, self.view, dtype=dtype, **stored_by(transform, positions))
         if self.exact is not None:
             self.exact.put_into(found)
         if self.index.begins is not None:

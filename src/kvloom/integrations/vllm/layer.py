@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tensors.tokens import attend_behind, scores_of_newest
-from kvloom.caches.tensors.transform import Transform, store_transformed
+from kvloom.caches.tensors.transform import Transform, stored_by
 from kvloom.caches.tensors.transform import attend as transformed
 from kvloom.core.views import KVView
 from kvloom.integrations.vllm.builder import VllmStep
@@ -73,7 +73,7 @@ def store(
     if positions is not None:
         slots = slots[: positions.shape[0]]
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
-    store_transformed(key, value, slots, view, transform, positions, full_range=full_range)
+    ops.store(key, value, slots, view, full_range=full_range, **stored_by(transform, positions))
 
 
 def attend_latents(

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvloom.caches import FixedLayer, PagedLayer, TokenIndex
 from kvloom.caches.layers.assigning import SIDES
-from kvloom.caches.layers.layer import Forks
+from kvloom.caches.layers.changing import Forks
 from kvloom.caches.layers.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import Tensor
 
-from kvloom.caches.rows.placement import num_new
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers
@@ -258,7 +257,7 @@ class KVPool(Recorder):
         own = cache, input_ids, rows, begins, origin, prefixes, self._states, model.states
         end = begin(*own, lambda i, n: is_within(model.placeholders, rows[i], n) or recalled[i].hides(n))
         self._memory.restore(cache.remembered, recalled, [end - x for x in begins])
-        found = num_new(begins, 0, end)
+        found = [max(end - x, 0) for x in begins]
         origin.num_found = end if any(found) else 0
         self._num_found += sum(found)
         return cache
