@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from kvloom.caches import CacheFormat
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.states import StateSpec
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.prefixes.states import StateSpec
 from kvloom.core.entries import Entry
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError

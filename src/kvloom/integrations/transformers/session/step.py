@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.step import Step
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.prefixes.step import Step
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.session.held import Held
 from kvloom.integrations.transformers.session.recurrent import Feed, MixerCalls
