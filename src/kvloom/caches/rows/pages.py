@@ -157,6 +157,9 @@ class Pages:
             )
             self.fit(self.storages[i])
 
+    def make_room(self, num_pages: int) -> None:
+        """Try to have ``num_pages`` free pages to read into; does nothing where the pool has a fixed size."""
+
     def fit(self, storage: Storage) -> None:
         """Grow a storage to every page of the pool."""
         storage.reserve(self.pool.num_extents, self.stride)
