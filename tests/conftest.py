@@ -107,10 +107,14 @@ def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+"""Without a device ``torch.manual_seed`` keeps the whole stack of its caller in a list, for when there is one."""
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """A test that draws numbers without a generator of its own draws the same ones each time."""
-    torch.manual_seed(0)
+    SEED(0)
 
 
 @pytest.fixture(autouse=True)
