@@ -9,8 +9,8 @@ from starlette.requests import Request
 
 from kvloom.errors import ArgumentError
 from kvloom.serving import Refused
-from kvloom.serving.bodies import read_object
-from kvloom.serving.session import Place, ServingSession
+from kvloom.serving.answering.session import Place, ServingSession
+from kvloom.serving.protocol.fields import read_object
 
 Answer = Callable[[Request], Awaitable[Any]]
 """Function that answers a request; raises KVError if the request is invalid."""

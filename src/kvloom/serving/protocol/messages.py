@@ -11,9 +11,9 @@ from transformers.utils import chat_template_utils
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
-from kvloom.serving.fields import shown
-from kvloom.serving.pictures import Picture, picture_of
-from kvloom.serving.tools import tools_of
+from kvloom.serving.protocol.fields import shown
+from kvloom.serving.protocol.pictures import Picture, picture_of
+from kvloom.serving.protocol.tools import tools_of
 
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _OPTIONS: Final = ("enable_thinking",)

@@ -14,7 +14,7 @@ from transformers import (
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.session.penalties import CountPenalties, TokenBias
 from kvloom.integrations.transformers.session.sampling import Choice
-from kvloom.serving.fields import flag, number, shown, whole
+from kvloom.serving.protocol.fields import flag, number, shown, whole
 
 SAMPLING_FIELDS: Final = (
     "temperature",

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.session.agent_sessions import AgentReport, AgentTurn
 from kvloom.serving import Refused
+from kvloom.serving.endpoints.models import Model
 from kvloom.serving.guard import TENANT
-from kvloom.serving.models import Model
 
 HEADER: Final = "X-Session-Id"
 

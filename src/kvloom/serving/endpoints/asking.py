@@ -18,19 +18,19 @@ from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.serving import Refused
 from kvloom.serving.access_log import ENTRY, LogEntry
-from kvloom.serving.agents import HEADER, turn_of
-from kvloom.serving.answers import Answers
-from kvloom.serving.bodies import expect_model, read_object
+from kvloom.serving.answering.answers import Answers
+from kvloom.serving.answering.prompts import expect_room
+from kvloom.serving.answering.session import Place, ServingSession
+from kvloom.serving.answering.vision import PicturePrompt
+from kvloom.serving.endpoints.agents import HEADER, turn_of
 from kvloom.serving.guard import TENANT
-from kvloom.serving.messages import Chat
-from kvloom.serving.pictures import decoded
-from kvloom.serving.prompts import expect_room
-from kvloom.serving.readers import ParsedText, PlainText, Reader
-from kvloom.serving.session import Place, ServingSession
-from kvloom.serving.text import Echo
-from kvloom.serving.tools import CallsText
-from kvloom.serving.vision import PicturePrompt
-from kvloom.serving.wanted import Wanted
+from kvloom.serving.protocol.fields import expect_model, read_object
+from kvloom.serving.protocol.messages import Chat
+from kvloom.serving.protocol.pictures import decoded
+from kvloom.serving.protocol.readers import ParsedText, PlainText, Reader
+from kvloom.serving.protocol.text import Echo
+from kvloom.serving.protocol.tools import CallsText
+from kvloom.serving.protocol.wanted import Wanted
 
 _USUAL_TOKENS: Final = 16
 """Default number of new tokens of a completion, as in OpenAI's API; a chat has as many as possible."""

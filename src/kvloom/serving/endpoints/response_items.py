@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from kvloom.serving.readers import ReasoningText, ToolCall
+from kvloom.serving.protocol.readers import ReasoningText, ToolCall
 
 _TEXTS = {
     "message": ("msg", "output_text", "response.output_text"),

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
-from kvloom.serving.fields import flag, shown, text, whole
-from kvloom.serving.sampling import SAMPLING_FIELDS, Sampling
-from kvloom.serving.structured import Structure
-from kvloom.serving.tools import ForcedCalls
+from kvloom.serving.protocol.fields import flag, read_fields, shown, text, whole
+from kvloom.serving.protocol.sampling import SAMPLING_FIELDS, Sampling
+from kvloom.serving.protocol.structured import Structure
+from kvloom.serving.protocol.tools import ForcedCalls
 
 _MOST_ANSWERS: Final = 16
 _MOST_STOPS: Final = 4
@@ -99,17 +99,7 @@ class Wanted:
         Raises:
             ArgumentError: a field is unknown, not supported, or has an invalid value.
         """
-        if not isinstance(body, dict):
-            raise ArgumentError(f"the request must be a JSON object, got {type(body).__name__}")
-        given = {name: value for name, value in body.items() if value is not None}
-        for name, value in given.items():
-            if name in _NEUTRAL:
-                if value not in _NEUTRAL[name]:
-                    raise ArgumentError(
-                        f"{name} must be left out, as it is not supported, got {shown(value)}"
-                    )
-            elif name not in _FIELDS[kind]:
-                raise ArgumentError(f"{shown(name)} is no field that is supported")
+        given = read_fields(body, _FIELDS[kind], _NEUTRAL)
         calls, max_tokens, stream_options = ForcedCalls.of(given), _max_tokens(given), _stream_options(given)
         return cls(
             max_tokens=1 if max_tokens == 0 else max_tokens,

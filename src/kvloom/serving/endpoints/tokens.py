@@ -1,6 +1,6 @@
 """Endpoints ``/tokenize`` and ``/detokenize``, as in vLLM's server."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -8,12 +8,11 @@ from starlette.responses import JSONResponse
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.session.config import expect_known
-from kvloom.serving.bodies import expect_model, read_object
-from kvloom.serving.fields import flag, shown
-from kvloom.serving.messages import Chat
-from kvloom.serving.session import ServingSession
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.protocol.fields import expect_model, flag, read_fields, read_object, shown
+from kvloom.serving.protocol.messages import Chat
+from kvloom.serving.protocol.text import text_of
 from kvloom.serving.settings import MOST
-from kvloom.serving.text import text_of
 
 _COMMON: Final = ("model", "add_special_tokens", "return_token_strs")
 _TEXT: Final = (*_COMMON, "prompt")
@@ -47,13 +46,13 @@ class TokenEndpoints:
             return JSONResponse(await read(self._made, data, made))
 
     def _made(self, data: bytes, made: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-        body = {name: value for name, value in read_object(data).items() if value is not None}
+        body = read_object(data)
         expect_model(body, self._names)
         return made(body)
 
     def _tokens_of(self, body: dict[str, Any]) -> dict[str, Any]:
-        session, is_chat = self._session, "messages" in body
-        _expect_fields(body, _CHAT if is_chat else _TEXT)
+        session, is_chat = self._session, body.get("messages") is not None
+        body = read_fields(body, _CHAT if is_chat else _TEXT)
         if is_chat:
             chat = Chat.of(body, session.pictures is not None)
             if chat.pictures:
@@ -73,16 +72,9 @@ class TokenEndpoints:
         return {"count": len(tokens), "max_model_len": session.room, "tokens": tokens, **strings}
 
     def _text_of(self, body: dict[str, Any]) -> dict[str, Any]:
-        _expect_fields(body, ("model", "tokens"))
-        tokens = body.get("tokens")
+        tokens = read_fields(body, ("model", "tokens")).get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise ArgumentError(f"tokens must be a list of token ids, got {shown(tokens)}")
         if tokens:
             expect_known("tokens", tokens, self._session.model)
         return {"prompt": self._session.tokenizer.decode(tokens)}
-
-
-def _expect_fields(body: dict[str, Any], names: Collection[str]) -> None:
-    for name in body:
-        if name not in names:
-            raise ArgumentError(f"{shown(name)} is no field that is supported")

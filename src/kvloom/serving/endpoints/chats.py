@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from kvloom.serving import Refused
-from kvloom.serving.answers import Answers
-from kvloom.serving.asking import Asking
-from kvloom.serving.replies import EventStream, error_body, usage
-from kvloom.serving.session import ServingSession
-from kvloom.serving.shapes import AnswerShape
-from kvloom.serving.wanted import Wanted
+from kvloom.serving.answering.answers import Answers
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.endpoints.asking import Asking
+from kvloom.serving.endpoints.shapes import AnswerShape, EventStream, usage
+from kvloom.serving.protocol.wanted import Wanted
+from kvloom.serving.refusals import error_body
 
 
 class Endpoint:

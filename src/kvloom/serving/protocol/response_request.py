@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
-from kvloom.serving.fields import shown, text
-from kvloom.serving.sampling import SAMPLING_FIELDS
+from kvloom.serving.protocol.fields import read_fields, shown, text
+from kvloom.serving.protocol.sampling import SAMPLING_FIELDS
 
 _SAME: Final = (
     *SAMPLING_FIELDS,
@@ -53,13 +53,7 @@ def chat_of(body: Mapping[str, Any], sees: bool = False) -> dict[str, Any]:
     Raises:
         ArgumentError: a field is unknown, not supported, or has an invalid value.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                raise ArgumentError(f"{name} must be left out, as it is not supported, got {shown(value)}")
-        elif name not in _OTHERS:
-            raise ArgumentError(f"{shown(name)} is no field that is supported")
+    given = read_fields(body, _OTHERS, _NEUTRAL)
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
     chat["messages"] = _messages(given, (*_PARTS, _IMAGE) if sees else _PARTS)
     if "max_output_tokens" in given:

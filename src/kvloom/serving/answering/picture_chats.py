@@ -17,10 +17,17 @@ from kvloom.integrations.transformers import KVPool, enable, summary_of
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.session.sampling import Choice
-from kvloom.serving.answers import Answers
-from kvloom.serving.messages import Chat
-from kvloom.serving.picture_answers import PAGE_SIZE, Job, PictureOutput, answer, expect_same_logits, twin_of
-from kvloom.serving.vision import PicturePrompt, Vision
+from kvloom.serving.answering.answers import Answers
+from kvloom.serving.answering.picture_answers import (
+    PAGE_SIZE,
+    Job,
+    PictureOutput,
+    answer,
+    expect_same_logits,
+    twin_of,
+)
+from kvloom.serving.answering.vision import PicturePrompt, Vision
+from kvloom.serving.protocol.messages import Chat
 
 _LOG: Final = logging.getLogger("kvloom")
 

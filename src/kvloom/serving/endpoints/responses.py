@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse
 
 from kvloom.errors import ArgumentError
 from kvloom.serving import Refused
-from kvloom.serving.asking import Asking, BegunAnswers
-from kvloom.serving.replies import EventStream, restored
-from kvloom.serving.response_items import Output
-from kvloom.serving.response_request import chat_of, own_names
-from kvloom.serving.session import ServingSession
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.endpoints.asking import Asking, BegunAnswers
+from kvloom.serving.endpoints.response_items import Output
+from kvloom.serving.endpoints.shapes import EventStream, restored
+from kvloom.serving.protocol.response_request import chat_of, own_names
 
 
 class Responses:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
-from kvloom.serving.fields import shown
+from kvloom.serving.protocol.fields import shown
 
 MOST_PICTURES: Final = 16
 """Largest number of pictures in a chat."""

@@ -15,7 +15,7 @@ from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.session.sampling import Choice
 from kvloom.integrations.transformers.session.self_check import distance_of
-from kvloom.serving.vision import PicturePrompt
+from kvloom.serving.answering.vision import PicturePrompt
 
 PAGE_SIZE: Final = 1
 """One token in a page, so that a picture, which is found as a whole, need not end at a page's end."""

@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvloom.integrations.transformers.session.report import BatchReport
-from kvloom.serving.models import Model
-from kvloom.serving.session import ServingSession
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.endpoints.models import Model
 
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 
 from kvloom.errors import ArgumentError
 from kvloom.serving import expect_installed
-from kvloom.serving.fields import shown
+from kvloom.serving.protocol.fields import shown
 
 PACKAGE: Final = "llguidance"
 

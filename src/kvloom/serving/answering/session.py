@@ -17,13 +17,13 @@ from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.integrations.transformers.session.report import BatchReport
 from kvloom.integrations.transformers.session.sampling import choose_by_request
 from kvloom.serving import Refused
-from kvloom.serving.answers import Answering, Answers
-from kvloom.serving.picture_chats import PictureChats, picture_chats
-from kvloom.serving.prompts import Prompts, expect_room
+from kvloom.serving.answering.answers import Answering, Answers
+from kvloom.serving.answering.picture_chats import PictureChats, picture_chats
+from kvloom.serving.answering.prompts import Prompts, expect_room
+from kvloom.serving.answering.vision import PicturePrompt
+from kvloom.serving.protocol.structured import Grammars
+from kvloom.serving.protocol.wanted import Wanted
 from kvloom.serving.settings import PICTURE_TOKENS, Settings
-from kvloom.serving.structured import Grammars
-from kvloom.serving.vision import PicturePrompt
-from kvloom.serving.wanted import Wanted
 from kvloom.store.store import KVStore, open_store
 
 _LOG: Final = logging.getLogger("kvloom")

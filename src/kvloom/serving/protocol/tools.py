@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
-from kvloom.serving.fields import flag, shown
-from kvloom.serving.readers import ToolCall
-from kvloom.serving.structured import JSON_OPTIONS, Structure, json_grammar, ll_matcher
+from kvloom.serving.protocol.fields import flag, shown
+from kvloom.serving.protocol.readers import ToolCall
+from kvloom.serving.protocol.structured import JSON_OPTIONS, Structure, json_grammar, ll_matcher
 
 _MOST_CALLS: Final = 16
 """Largest number of calls in one answer, since a small model would call forever."""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from kvloom.graphics.html import read_page
-from kvloom.serving.models import Model
+from kvloom.serving.endpoints.models import Model
 
 HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -23,7 +23,7 @@ _SECRET: Final = secrets.token_bytes(16)
 
 def page() -> str:
     """The page as HTML."""
-    return read_page("kvloom.serving", "dashboard.html")
+    return read_page("kvloom.serving.endpoints", "dashboard.html")
 
 
 def state_of(model: Model, models: Sequence[Model]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
 from kvloom.integrations.transformers.session.held import CHOICE
 from kvloom.integrations.transformers.session.sampling import Choice, LogProb
 from kvloom.serving import Refused
-from kvloom.serving.structured import Grammar
-from kvloom.serving.text import TextStream
-from kvloom.serving.wanted import Wanted
+from kvloom.serving.protocol.structured import Grammar
+from kvloom.serving.protocol.text import TextStream
+from kvloom.serving.protocol.wanted import Wanted
 
 
 @dataclass(frozen=True, slots=True)
