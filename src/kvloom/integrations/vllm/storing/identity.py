@@ -13,7 +13,7 @@ from vllm.transformers_utils.config import get_config, iter_rope_parameters
 
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.pool.identity import fingerprint_with
-from kvloom.integrations.vllm.folder_weights import folder_digest
+from kvloom.integrations.vllm.storing.folder_weights import folder_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, rotation_in
 
 _FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")

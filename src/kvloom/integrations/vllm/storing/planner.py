@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvloom.integrations.vllm.recurrent import StateGroups
+from kvloom.integrations.vllm.storing.recurrent import StateGroups
 from kvloom.store import Fingerprint, KVStore
 
 _PATIENCE: Final = 0.02

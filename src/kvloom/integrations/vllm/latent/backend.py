@@ -28,8 +28,8 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer as paged
 from kvloom.integrations.vllm import residual
 from kvloom.integrations.vllm.backend import BITS
-from kvloom.integrations.vllm.guard import refuse_unknown
-from kvloom.integrations.vllm.latents import LatentStep, attend_expanded, latent_step_of
+from kvloom.integrations.vllm.guard import refuse_unknown, why_no_pages
+from kvloom.integrations.vllm.latent.step import LatentStep, attend_expanded, latent_step_of
 from kvloom.integrations.vllm.options import CODES, Options
 from kvloom.integrations.vllm.pages import BITS_OF_ROPE_KEYS, PageFormat
 from kvloom.quant.rotation import block_of
@@ -312,11 +312,8 @@ def _refuse(config: Any) -> None:
     Raises:
         UnsupportedError: the engine has such an option.
     """
-    if ops.cpu_kernels() is None:
-        raise UnsupportedError(f"kvloom must have compiled kernels: {ops.why_unavailable('cpu')}")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(config.parallel_config, name)) > 1:
-            raise UnsupportedError(f"{name} must be 1 for pages of kvloom, got {size}")
+    if (refused := why_no_pages(config)) is not None:
+        raise UnsupportedError(refused)
     if skipped := config.cache_config.kv_cache_dtype_skip_layers:
         raise UnsupportedError(
             f"kv_cache_dtype_skip_layers must be empty with latent attention (MLA), got {skipped}"

@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 
 from kvloom.integrations.vllm.blocks import Blocks
-from kvloom.integrations.vllm.planner import Transfer, TransferPlan
-from kvloom.integrations.vllm.recurrent import States
+from kvloom.integrations.vllm.storing.planner import Transfer, TransferPlan
+from kvloom.integrations.vllm.storing.recurrent import States
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import RUN_BYTES, runs_of
 
