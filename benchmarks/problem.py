@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvloom import Batch, CacheIndex, KVSpec, QuantSpec, ops
 from kvloom.caches.format import PAGE_LAYOUTS
-from kvloom.caches.pages import Storage
+from kvloom.caches.rows.pages import Storage
 from kvloom.ops.impl import cpu
 
 LAYER = QUERY_HEADS, HEADS, HEAD_DIM = 32, 8, 128

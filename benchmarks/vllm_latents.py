@@ -14,7 +14,7 @@ from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 
 from kvloom import ops
-from kvloom.caches.absorption import LatentSizes
+from kvloom.caches.tensors.absorption import LatentSizes
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import layer
 from kvloom.integrations.vllm.builder import VllmStep

@@ -7,6 +7,8 @@ Hugging Face, such as ``enable`` and ``KVCache``, need transformers.
 from importlib import import_module
 from typing import Any
 
+from kvloom.moved import find_moved
+
 _HOME = {
     "Batch": "kvloom.ops",
     "Cache": "kvloom.caches",
@@ -34,6 +36,8 @@ _HOME = {
 }
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 (all keys are strings)
+
+find_moved()
 
 
 def __getattr__(name: str) -> Any:

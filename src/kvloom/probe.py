@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 import torch
 
 from kvloom import ops
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView

@@ -11,7 +11,7 @@ from caches.mixed import DIM, HEADS, INT4, RECENT, smoothing, tokens
 from oracles.bits import assert_same_bits
 
 from kvloom.caches import Cache, CacheFormat, PagedLayer, Sequences, paged
-from kvloom.caches.token_index import AlignedStep
+from kvloom.caches.tensors.token_index import AlignedStep
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import OutOfPages, ShapeError
 from kvloom.paging import PageTable

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer
-from kvloom.caches.chosen import attend_chosen
 from kvloom.caches.format import kept_as
+from kvloom.caches.tensors.chosen import attend_chosen
 from kvloom.core.spelling import parse_kind
 
 RANK, ROPE = 64, 16

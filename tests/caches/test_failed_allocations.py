@@ -26,8 +26,8 @@ from kvloom.caches import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import Tokens
+from kvloom.caches.tensors.storage import Storage
+from kvloom.caches.tensors.tokens import Tokens
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ShapeError
 from kvloom.paging import PrefixTree, check

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from kvloom import ops
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer
-from kvloom.caches.fixed_recent import ring_slots
+from kvloom.caches.layers.fixed_recent import ring_slots
 from kvloom.core.specs import QuantSpec
 from kvloom.ops.impl import cpu
 

@@ -17,7 +17,7 @@ from oracles.bits import assert_same_bits, generator
 from kvloom import KVSpec, QuantSpec, ops
 from kvloom.caches import CacheFormat, PagedLayer, PrefixCache, Sequences, memory
 from kvloom.caches.format import PAGE_LAYOUTS, is_in_rows, kept_as, page_layout
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
 from kvloom.errors import ArgumentError, ConfigError
 

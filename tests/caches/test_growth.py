@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvloom import QuantSpec
 from kvloom.caches import CacheFormat, memory
-from kvloom.caches.paged import PagedLayer
-from kvloom.caches.pages import _PAGE_BYTES
-from kvloom.caches.sequences import Sequences
-from kvloom.caches.storage import Storage
+from kvloom.caches.layers.paged import PagedLayer
+from kvloom.caches.rows.pages import _PAGE_BYTES
+from kvloom.caches.rows.sequences import Sequences
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core import advice
 from kvloom.paging import PagePool, PageTable
 

@@ -12,7 +12,7 @@ from oracles.round_trips import by_pickle
 from torch import Tensor
 
 from kvloom.caches import Cache, CacheFormat, PagedLayer, QuantizedLayer
-from kvloom.caches.assigning import Assignment
+from kvloom.caches.layers.assigning import Assignment
 from kvloom.core.specs import QuantSpec
 
 

@@ -8,9 +8,9 @@ import torch
 from oracles.interrupts import interrupted
 
 from kvloom.caches import CacheFormat, Pages, PrefixCache
-from kvloom.caches.page_slots import PageSlots
-from kvloom.caches.prefix import PrefixSequence
-from kvloom.caches.sequences import Sequences
+from kvloom.caches.prefixes.cache import PrefixSequence
+from kvloom.caches.rows.page_slots import PageSlots
+from kvloom.caches.rows.sequences import Sequences
 from kvloom.paging import PageTable
 
 PAGE = 4

@@ -10,7 +10,7 @@ from oracles.bits import FLOATS, assert_same_bits, generator
 from torch import Tensor
 
 from kvloom.caches import PagedLayer
-from kvloom.caches.paged import CacheFormat
+from kvloom.caches.layers.paged import CacheFormat
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import OutOfPages, ShapeError
 from kvloom.quant.affine import dequantize, quantize

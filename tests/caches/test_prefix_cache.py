@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvloom import QuantSpec, Scores, ops
 from kvloom.caches import CacheFormat, PrefixCache, PrefixSequence, prefix
-from kvloom.caches.step import Step
+from kvloom.caches.prefixes.step import Step
 from kvloom.errors import ArgumentError, OutOfMemory, OutOfPages, ShapeError, StateError
 from kvloom.ops.impl import cpu
 from kvloom.quant.affine import dequantize, quantize

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvloom.caches.read_only import ReadOnly
+from kvloom.caches.layers.read_only import ReadOnly
 from kvloom.errors import UnsupportedError
 
 WRITES: dict[str, Callable[[Tensor], object]] = {

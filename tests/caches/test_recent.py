@@ -15,7 +15,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.format import RESIDUAL_ROLLBACK, num_exact
-from kvloom.caches.tokens import Tokens
+from kvloom.caches.tensors.tokens import Tokens
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError, StateError
 from kvloom.ops.impl import cpu

@@ -26,7 +26,7 @@ from kvloom.caches import (
     StaticSlidingWindowLayer,
     saving,
 )
-from kvloom.caches.saving import SavedStorage
+from kvloom.caches.rows.saving import SavedStorage
 from kvloom.core.specs import QuantSpec
 
 FORMATS: dict[str, Any] = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8, rotated=True)}

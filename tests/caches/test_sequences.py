@@ -11,7 +11,7 @@ from oracles.bits import generator
 from torch import Tensor
 
 from kvloom.caches import CacheFormat, PagedLayer, Sequences
-from kvloom.caches.sequences import ROLLBACK
+from kvloom.caches.rows.sequences import ROLLBACK
 from kvloom.errors import ShapeError, StateError
 
 CPU = torch.device("cpu")

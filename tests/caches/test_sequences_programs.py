@@ -13,7 +13,7 @@ from oracles.bits import generator
 from torch import Tensor
 
 from kvloom.caches import CacheFormat, PagedLayer, Pages, Sequences, Tokens
-from kvloom.caches.sequences import ROLLBACK
+from kvloom.caches.rows.sequences import ROLLBACK
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 from kvloom.paging import PageTable, PrefixTree, check

@@ -10,8 +10,8 @@ import torch
 from oracles.allocations import Refusing
 from torch import Tensor
 
-from kvloom.caches.row import Row
-from kvloom.caches.states import StatePages, StateSpec
+from kvloom.caches.prefixes.states import StatePages, StateSpec
+from kvloom.caches.rows.row import Row
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.paging import check
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom.caches.format import CacheFormat, kept_as
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.entries import CODES, FLOATS, Codes, Entry, SideFormat
 from kvloom.core.specs import CODE_DTYPE, KVSpec, QuantSpec, dtype_name, entry_of
 from kvloom.core.spelling import STORAGE, parse_kind

@@ -9,7 +9,7 @@ import pytest
 from oracles.changes import adapted_model
 from oracles.language_models import make_model
 
-from kvloom.caches.prefixes import Prefixes
+from kvloom.caches.prefixes.search import Prefixes
 from kvloom.cli import main
 from kvloom.integrations.transformers import isolation
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch

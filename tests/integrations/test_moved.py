@@ -6,16 +6,16 @@ from importlib import import_module
 
 import pytest
 
-import kvloom.integrations.transformers  # noqa: F401
-from kvloom.integrations.transformers.moved import _MOVED
+import kvloom  # noqa: F401
+from kvloom.moved import MOVED
 
 PACKAGE = "kvloom.integrations.transformers."
 
 
-@pytest.mark.parametrize("old", sorted(_MOVED))
+@pytest.mark.parametrize("old", sorted(MOVED))
 def test_an_earlier_name_means_the_same_module(old: str) -> None:
-    now = import_module(PACKAGE + _MOVED[old])
-    found = import_module(PACKAGE + old)
+    now = import_module(f"kvloom.{MOVED[old]}")
+    found = import_module(f"kvloom.{old}")
     assert found is now and now.__spec__ is not None and now.__spec__.name == now.__name__
 
 
@@ -26,14 +26,26 @@ def test_a_module_of_a_moved_package_is_not_loaded_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cache KVCache", "layers KVCacheLayer", "pool KVPool", "attention IMPLEMENTATION"]
+    "name",
+    [
+        "caches.fixed FixedLayer",
+        "caches.paged PagedLayer",
+        "caches.prefix PrefixCache",
+        "caches.prefix_group GroupTable",
+        "caches.prefixes Prefixes",
+        "integrations.transformers.attention IMPLEMENTATION",
+        "integrations.transformers.cache KVCache",
+        "integrations.transformers.layers KVCacheLayer",
+        "integrations.transformers.pool KVPool",
+    ],
 )
 def test_a_saved_name_is_found(name: str) -> None:
     module, attribute = name.split()
-    saved = f"c{PACKAGE}{module}\n{attribute}\n.".encode()
+    saved = f"ckvloom.{module}\n{attribute}\n.".encode()
     assert pickle.loads(saved) is not None  # noqa: S301 (written above)
 
 
-def test_a_name_that_never_was_is_not_found() -> None:
+@pytest.mark.parametrize("package", ["kvloom.", "kvloom.caches.", PACKAGE, f"{PACKAGE}batching."])
+def test_a_name_that_never_was_is_not_found(package: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        import_module(PACKAGE + "no_such_module")
+        import_module(package + "no_such_module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvloom import CacheIndex, KVSpec, QuantSpec, ops
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.errors import ConfigError
 from kvloom.ops.impl import cpu
 

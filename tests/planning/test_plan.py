@@ -18,7 +18,7 @@ from integrations.models.test_vision_models import FAMILIES as VISION
 from integrations.models.test_vision_models import vision_model
 
 import kvloom
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.cli import main
 from kvloom.core.spelling import PACKS
 from kvloom.errors import ArgumentError, UnsupportedError

@@ -9,8 +9,8 @@ from store.reading import read_states
 from kvloom import ops
 from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.format import kept_as
-from kvloom.caches.row import Row
-from kvloom.caches.storage import Storage
+from kvloom.caches.rows.row import Row
+from kvloom.caches.tensors.storage import Storage
 from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import StoreBelow

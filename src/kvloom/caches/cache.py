@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kvloom.caches.changes import Change
-from kvloom.caches.groups import Groups
-from kvloom.caches.kinds import DynamicLayer, StaticLayer
-from kvloom.caches.layer import Layer, cropped_length, expect_config
-from kvloom.caches.paged import PagedLayer
-from kvloom.caches.quantized import QuantizedLayer
-from kvloom.caches.rows import reordered, repeated, selected
-from kvloom.caches.sequences import Sequences, reserving
+from kvloom.caches.layers.groups import Groups
+from kvloom.caches.layers.kinds import DynamicLayer, StaticLayer
+from kvloom.caches.layers.layer import Layer, cropped_length, expect_config
+from kvloom.caches.layers.paged import PagedLayer
+from kvloom.caches.layers.quantized import QuantizedLayer
+from kvloom.caches.rows.selection import reordered, repeated, selected
+from kvloom.caches.rows.sequences import Sequences, reserving
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import whole

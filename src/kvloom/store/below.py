@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvloom.caches import PrefixCache
-from kvloom.caches.pages import Pages
-from kvloom.caches.row import Row
-from kvloom.caches.storage import Storage
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.rows.row import Row
+from kvloom.caches.tensors.storage import Storage
 from kvloom.errors import ArgumentError
 from kvloom.paging import Miss, PageRef, PrefixTree, interruptible
 from kvloom.store import survey

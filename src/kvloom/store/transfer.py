@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.pages import Pages
-from kvloom.caches.storage import Storage
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.entries import Entry
 from kvloom.core.views import KVView, Side
 from kvloom.ops import KeySmoothing

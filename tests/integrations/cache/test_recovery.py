@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvloom.caches import CacheFormat, PagedLayer, Sequences
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.specs import KVSpec
 from kvloom.errors import ArgumentError, OutOfPages, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
@@ -124,7 +124,7 @@ def test_states_that_are_a_step_ahead_of_the_keys_are_noticed(rollback: int) -> 
         assert torch.equal(model(text(3, 2), past_key_values=mended, use_cache=True).logits, expected)
 
 
-@pytest.mark.parametrize("module", ["kvloom.caches.storage", "kvloom.paging.pool"])
+@pytest.mark.parametrize("module", ["kvloom.caches.tensors.storage", "kvloom.paging.pool"])
 def test_ctrl_c_while_a_cache_grows_leaves_it_and_its_forks_whole(module: str) -> None:
     model = make_model("sdpa")
 

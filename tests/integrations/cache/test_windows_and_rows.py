@@ -12,7 +12,7 @@ from oracles.pairs import pairwise
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvloom.caches.sequences import ROLLBACK
+from kvloom.caches.rows.sequences import ROLLBACK
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, enable
 

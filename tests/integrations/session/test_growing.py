@@ -9,7 +9,7 @@ import torch
 from oracles.batching import Session, alone, random_requests, session
 from oracles.language_models import make_model
 
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.integrations.transformers import continuous_batching
 from kvloom.integrations.transformers.session import growing
 

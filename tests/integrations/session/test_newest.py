@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from kvloom import ops
 from kvloom.caches import CacheFormat, PagedLayer, Sequences
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.entries import Entry, SideFormat
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.transform import Transform, load_restored
+from kvloom.caches.tensors.transform import Transform, load_restored
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import layer
 from kvloom.integrations.vllm.builder import VllmStep

@@ -16,11 +16,9 @@ from kvloom.integrations.transformers.invariance import LayerReport, report_laye
 from kvloom.integrations.transformers.models.content import content_of
 from kvloom.integrations.transformers.models.loading import Streamer, load_model, summary_of
 from kvloom.integrations.transformers.models.text_config import head_dim_of
-from kvloom.integrations.transformers.moved import find_moved
 from kvloom.integrations.transformers.pool.kv_pool import KVPool
 from kvloom.integrations.transformers.session import continuous_batching
 
-find_moved()
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
 

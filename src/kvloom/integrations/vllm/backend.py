@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWi
 
 import kvloom
 from kvloom import ops
-from kvloom.caches.transform import Transform
+from kvloom.caches.tensors.transform import Transform
 from kvloom.core.specs import QuantSpec, dtype_name
 from kvloom.core.spelling import Kind
 from kvloom.errors import UnsupportedError

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.tokens import attend_behind, scores_of_newest
-from kvloom.caches.transform import Transform, store_transformed
-from kvloom.caches.transform import attend as transformed
+from kvloom.caches.tensors.tokens import attend_behind, scores_of_newest
+from kvloom.caches.tensors.transform import Transform, store_transformed
+from kvloom.caches.tensors.transform import attend as transformed
 from kvloom.core.views import KVView
 from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.pages import PageFormat

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import TokenIndex, Tokens
-from kvloom.caches.chosen import attend_chosen
-from kvloom.caches.token_index import dense_index
-from kvloom.caches.tokens import dense
+from kvloom.caches.tensors.chosen import attend_chosen
+from kvloom.caches.tensors.token_index import dense_index
+from kvloom.caches.tensors.tokens import dense
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
 from kvloom.integrations.transformers.attention.latents import Absorbed, ExpandedStates

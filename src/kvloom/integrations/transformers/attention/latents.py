@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kvloom.caches import Tokens
-from kvloom.caches.absorption import LatentSizes, is_faster_expanded
+from kvloom.caches.tensors.absorption import LatentSizes, is_faster_expanded
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvloom.caches import Cache, FixedLayer, PagedLayer, Sequences
-from kvloom.caches.fixed import too_long_for
-from kvloom.caches.rows import repeated, selected
+from kvloom.caches.layers.fixed import too_long_for
+from kvloom.caches.rows.selection import repeated, selected
 from kvloom.errors import ArgumentError, OutOfPages
 from kvloom.integrations.transformers.cache.build import make_layers
 from kvloom.integrations.transformers.cache.changes import (

@@ -15,9 +15,9 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvloom.caches import FixedLayer, PagedLayer, TokenIndex
-from kvloom.caches.assigning import SIDES
-from kvloom.caches.layer import Forks
-from kvloom.caches.read_only import ReadOnly, WrittenBack
+from kvloom.caches.layers.assigning import SIDES
+from kvloom.caches.layers.layer import Forks
+from kvloom.caches.layers.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kvloom.caches.read_only import ReadOnly
+from kvloom.caches.layers.read_only import ReadOnly
 from kvloom.integrations.transformers.invariance.packing import PackedRows, PackedWeight
 from kvloom.integrations.transformers.invariance.rules import NONE
 

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.tensor_state import bytes_sum

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import Tensor
 
-from kvloom.caches.placement import num_new
+from kvloom.caches.rows.placement import num_new
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers

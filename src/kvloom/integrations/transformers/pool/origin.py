@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kvloom.caches.paged import PagedLayer
-from kvloom.caches.pages import Pages
+from kvloom.caches.layers.paged import PagedLayer
+from kvloom.caches.rows.pages import Pages
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.fingerprint.scopes import scope_of

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvloom.caches.found import Found
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.prefixes import Prefixes
+from kvloom.caches.prefixes.found import Found
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.prefixes.search import Prefixes
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens

@@ -13,9 +13,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvloom.caches import CacheFormat
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.row import Row
-from kvloom.caches.states import StatePages, StateSpec
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.prefixes.states import StatePages, StateSpec
+from kvloom.caches.rows.row import Row
 from kvloom.core.checks import expect_range
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.cache.trial import trial_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Final, NamedTuple
 
-from kvloom.caches.row import Row
+from kvloom.caches.rows.row import Row
 from kvloom.errors import ArgumentError
 from kvloom.paging import PageRef, PageTable
 

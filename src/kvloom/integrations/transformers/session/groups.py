@@ -11,10 +11,10 @@ from typing import Final
 import torch
 
 from kvloom.caches import CacheFormat, Pages
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.row import Row
-from kvloom.caches.states import StateSpec
-from kvloom.caches.storage import Storage
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.prefixes.states import StateSpec
+from kvloom.caches.rows.row import Row
+from kvloom.caches.tensors.storage import Storage
 from kvloom.integrations.transformers.session.growing import GrowingPages
 from kvloom.integrations.transformers.session.sizes import TokenLayers, page_bytes, specs_of
 

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from transformers.cache_utils import Cache
 
-from kvloom.caches.row import Row
+from kvloom.caches.rows.row import Row
 from kvloom.integrations.transformers.session.report import PageMap, RequestPages
 from kvloom.paging import PagePool, PageTable
 

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
 )
 
-from kvloom.caches.memory import free_bytes
+from kvloom.caches.tensors.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention.latents import expect_absorbed
 from kvloom.integrations.transformers.cache.formats import cache_format

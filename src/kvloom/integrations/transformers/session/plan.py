@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvloom.caches.step import Step
+from kvloom.caches.prefixes.step import Step
 from kvloom.integrations.transformers.session.groups import SessionGroup
 from kvloom.integrations.transformers.session.held import Held
 from kvloom.integrations.transformers.session.recurrent import Feed, MixerCalls

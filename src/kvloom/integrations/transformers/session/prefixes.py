@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
-from kvloom.caches.found import Found
-from kvloom.caches.prefixes import Needed, Prefixes
+from kvloom.caches.prefixes.found import Found
+from kvloom.caches.prefixes.search import Needed, Prefixes
 from kvloom.integrations.transformers.fingerprint.scopes import scope_of
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.pool.prefixes import num_shared

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.step import Step
+from kvloom.caches.prefixes.step import Step
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.session.groups import SessionGroup
 

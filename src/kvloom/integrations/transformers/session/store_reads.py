@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.prefixes import Needed
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.prefixes.search import Needed
 from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.pool.identity import Identity
 from kvloom.paging import PageRef

@@ -5,7 +5,7 @@ from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
-from kvloom.caches.states import StateSpec
+from kvloom.caches.prefixes.states import StateSpec
 from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 
 Specs: TypeAlias = dict[int, tuple[StateSpec, ...]]

@@ -21,8 +21,8 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 import kvloom
 from kvloom import ops
-from kvloom.caches.absorption import LatentSizes
-from kvloom.caches.transform import Transform
+from kvloom.caches.tensors.absorption import LatentSizes
+from kvloom.caches.tensors.transform import Transform
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer as paged

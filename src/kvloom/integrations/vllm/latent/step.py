@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.absorption import LatentSizes, is_faster_expanded
-from kvloom.caches.transform import Transform, load_restored
+from kvloom.caches.tensors.absorption import LatentSizes, is_faster_expanded
+from kvloom.caches.tensors.transform import Transform, load_restored
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import KVView
 from kvloom.integrations.vllm.builder import VllmStep, step_of

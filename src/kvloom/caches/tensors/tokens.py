@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.token_index import TokenIndex
-from kvloom.caches.transform import Transform, load_restored
+from kvloom.caches.tensors.token_index import TokenIndex
+from kvloom.caches.tensors.transform import Transform, load_restored
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 

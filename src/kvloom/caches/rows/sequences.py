@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
-from kvloom.caches.page_slots import ends_of
-from kvloom.caches.pages import Pages
-from kvloom.caches.placement import RowPlacement, advance
-from kvloom.caches.row import Row
-from kvloom.caches.saving import Place, load_tables, save_tables
+from kvloom.caches.rows.page_slots import ends_of
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.rows.placement import RowPlacement, advance
+from kvloom.caches.rows.row import Row
+from kvloom.caches.rows.saving import Place, load_tables, save_tables
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.paging import Copy, PageTable, PrefixTree, release_all, whole
 

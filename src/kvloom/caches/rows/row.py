@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from kvloom.caches.page_slots import PageSlots
-from kvloom.caches.token_index import PARTIAL
+from kvloom.caches.rows.page_slots import PageSlots
+from kvloom.caches.tensors.token_index import PARTIAL
 from kvloom.paging import PageRef, PageTable
 
 

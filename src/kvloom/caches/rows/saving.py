@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.pages import Pages
-from kvloom.caches.storage import Storage
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView, raw
 from kvloom.ops import KeySmoothing

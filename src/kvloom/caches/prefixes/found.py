@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from kvloom.caches.prefix_group import PrefixGroup
+from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.paging import TreePath
 
 

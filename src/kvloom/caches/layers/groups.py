@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from kvloom.caches.pages import Pages
-from kvloom.caches.sequences import Sequences
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.rows.sequences import Sequences
 
 
 class Groups:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvloom.caches.token_index import BLOCK, PARTIAL, TokenIndex
+from kvloom.caches.tensors.token_index import BLOCK, PARTIAL, TokenIndex
 from kvloom.core.indexing import CacheIndex
 
 

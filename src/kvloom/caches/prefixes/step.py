@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.row import Row
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.rows.row import Row
 from kvloom.core.indexing import prefix_sums, ragged_positions
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.pages import Pages
-from kvloom.caches.prefix_group import Below, PrefixGroup
-from kvloom.caches.prefixes import Prefixes
-from kvloom.caches.row import Row
-from kvloom.caches.saving import SavedStorage
-from kvloom.caches.step import GroupStep, Step
-from kvloom.caches.storage import Storage
+from kvloom.caches.prefixes.group import Below, PrefixGroup
+from kvloom.caches.prefixes.search import Prefixes
+from kvloom.caches.prefixes.step import GroupStep, Step
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.rows.row import Row
+from kvloom.caches.rows.saving import SavedStorage
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, ConfigError, StateError
 from kvloom.paging import PageTable, PrefixTree, check, expect_salt, whole

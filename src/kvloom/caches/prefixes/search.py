@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvloom.caches.found import Found
-from kvloom.caches.prefix_group import GroupTable, PrefixGroup
-from kvloom.caches.saving import hold, save_pages
+from kvloom.caches.prefixes.found import Found
+from kvloom.caches.prefixes.group import GroupTable, PrefixGroup
+from kvloom.caches.rows.saving import hold, save_pages
 from kvloom.paging import PageRef, PageTable, check, whole
 
 

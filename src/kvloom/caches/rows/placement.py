@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvloom.caches.format import CacheFormat, num_exact
-from kvloom.caches.page_slots import PageSlots, are_longer
-from kvloom.caches.pages import Pages, Span
-from kvloom.caches.row import Row
-from kvloom.caches.storage import Storage
-from kvloom.caches.token_index import AlignedStep, TokenIndex
+from kvloom.caches.rows.page_slots import PageSlots, are_longer
+from kvloom.caches.rows.pages import Pages, Span
+from kvloom.caches.rows.row import Row
+from kvloom.caches.tensors.storage import Storage
+from kvloom.caches.tensors.token_index import AlignedStep, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.paging import PageRef, PageTable

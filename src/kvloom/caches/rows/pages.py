@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, num_exact
-from kvloom.caches.memory import counted
-from kvloom.caches.storage import Storage
+from kvloom.caches.tensors.memory import counted
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.memory import expect_memory
 from kvloom.errors import OutOfPages
 from kvloom.paging import Copy, Growth, PagePool, PageRef, PageTable

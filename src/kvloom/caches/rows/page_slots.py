@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvloom.caches.memory import outside_inference_mode
-from kvloom.caches.pages import Pages
-from kvloom.caches.storage import Storage
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.tensors.memory import outside_inference_mode
+from kvloom.caches.tensors.storage import Storage
 from kvloom.paging import PageRef, PageTable
 
 

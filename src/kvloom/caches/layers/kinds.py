@@ -5,11 +5,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from kvloom.caches.fixed import FixedLayer
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.layer import expect_config
-from kvloom.caches.paged import PagedLayer
-from kvloom.caches.sequences import Sequences
+from kvloom.caches.layers.fixed import FixedLayer
+from kvloom.caches.layers.layer import expect_config
+from kvloom.caches.layers.paged import PagedLayer
+from kvloom.caches.rows.sequences import Sequences
 
 PAGE_SIZE: Final = 128
 """Token slots in a page of a layer by itself: large, for few look-ups and allocations."""

@@ -10,10 +10,10 @@ from typing import Final
 
 from torch import Tensor
 
-from kvloom.caches.fixed import FixedLayer
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.paged import PagedLayer
-from kvloom.caches.sequences import Sequences
+from kvloom.caches.layers.fixed import FixedLayer
+from kvloom.caches.layers.paged import PagedLayer
+from kvloom.caches.rows.sequences import Sequences
 
 _FIRST: Final = 1 << 20
 """Offset of layer numbers: index keys of layer i are stored as layer ``_FIRST + i``."""

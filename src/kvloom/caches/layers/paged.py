@@ -12,15 +12,15 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.groups import Groups
-from kvloom.caches.layer import Forks, Layer
-from kvloom.caches.pages import Span
-from kvloom.caches.placement import advance
-from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.sequences import Sequences, reserving
-from kvloom.caches.storage import Storage
-from kvloom.caches.token_index import BLOCK, PARTIAL, AlignedStep, TokenIndex
-from kvloom.caches.tokens import Exact, Tokens
+from kvloom.caches.layers.groups import Groups
+from kvloom.caches.layers.layer import Forks, Layer
+from kvloom.caches.layers.read_only import ReadOnly
+from kvloom.caches.rows.pages import Span
+from kvloom.caches.rows.placement import advance
+from kvloom.caches.rows.sequences import Sequences, reserving
+from kvloom.caches.tensors.storage import Storage
+from kvloom.caches.tensors.token_index import BLOCK, PARTIAL, AlignedStep, TokenIndex
+from kvloom.caches.tensors.tokens import Exact, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
 from kvloom.errors import StateError

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.pages import Pages
-from kvloom.caches.prefix_group import PrefixGroup
-from kvloom.caches.row import Row
-from kvloom.caches.storage import Storage
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.rows.row import Row
+from kvloom.caches.tensors.storage import Storage
 from kvloom.errors import ArgumentError, OutOfPages, UnsupportedError
 from kvloom.paging import PageRef
 

@@ -11,11 +11,11 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from kvloom.caches.assigning import SIDES, Assignment
-from kvloom.caches.rows import reordered, repeated, selected
-from kvloom.caches.sequences import Sequences
-from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import Tokens
+from kvloom.caches.layers.assigning import SIDES, Assignment
+from kvloom.caches.rows.selection import reordered, repeated, selected
+from kvloom.caches.rows.sequences import Sequences
+from kvloom.caches.tensors.storage import Storage
+from kvloom.caches.tensors.tokens import Tokens
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ConfigError, ShapeError, StateError

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.fixed_recent import FixedRecent, ring_nbytes, with_recent
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.layer import Forks, Layer
-from kvloom.caches.memory import counted, free_bytes, outside_inference_mode
-from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.ring import Ring
-from kvloom.caches.saving import SavedStorage
-from kvloom.caches.sequences import ROLLBACK
-from kvloom.caches.storage import Storage
-from kvloom.caches.token_index import BLOCK
-from kvloom.caches.tokens import Tokens
+from kvloom.caches.layers.fixed_recent import FixedRecent, ring_nbytes, with_recent
+from kvloom.caches.layers.layer import Forks, Layer
+from kvloom.caches.layers.read_only import ReadOnly
+from kvloom.caches.layers.ring import Ring
+from kvloom.caches.rows.saving import SavedStorage
+from kvloom.caches.rows.sequences import ROLLBACK
+from kvloom.caches.tensors.memory import counted, free_bytes, outside_inference_mode
+from kvloom.caches.tensors.storage import Storage
+from kvloom.caches.tensors.token_index import BLOCK
+from kvloom.caches.tensors.tokens import Tokens
 from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
 from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError

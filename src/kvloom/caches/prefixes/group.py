@@ -10,10 +10,10 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvloom.caches.page_slots import PageSlots
-from kvloom.caches.pages import Pages
-from kvloom.caches.row import Row
-from kvloom.caches.storage import Storage
+from kvloom.caches.rows.page_slots import PageSlots
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.rows.row import Row
+from kvloom.caches.tensors.storage import Storage
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.paging import Growth, PageRef, PageTable, PrefixTree

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.token_index import TokenIndex
-from kvloom.caches.tokens import Tokens, attend_behind
-from kvloom.caches.transform import attend
+from kvloom.caches.tensors.token_index import TokenIndex
+from kvloom.caches.tensors.tokens import Tokens, attend_behind
+from kvloom.caches.tensors.transform import attend
 from kvloom.core.indexing import CacheIndex, prefix_sums
 
 

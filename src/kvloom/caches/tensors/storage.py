@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
-from kvloom.caches.memory import is_held_by_others, move, outside_inference_mode, zeros
-from kvloom.caches.token_index import TokenIndex
-from kvloom.caches.tokens import Tokens, attend_behind, scores_of_newest
-from kvloom.caches.transform import Transform, attend, store_transformed
+from kvloom.caches.tensors.memory import is_held_by_others, move, outside_inference_mode, zeros
+from kvloom.caches.tensors.token_index import TokenIndex
+from kvloom.caches.tensors.tokens import Tokens, attend_behind, scores_of_newest
+from kvloom.caches.tensors.transform import Transform, attend, store_transformed
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec

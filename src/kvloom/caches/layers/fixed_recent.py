@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import RESIDUAL_ROLLBACK, num_exact
-from kvloom.caches.memory import outside_inference_mode
-from kvloom.caches.token_index import BLOCK, PARTIAL, TokenIndex
-from kvloom.caches.tokens import Exact, Tokens
+from kvloom.caches.tensors.memory import outside_inference_mode
+from kvloom.caches.tensors.token_index import BLOCK, PARTIAL, TokenIndex
+from kvloom.caches.tensors.tokens import Exact, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.kinds import PAGE_SIZE
-from kvloom.caches.layer import expect_config
-from kvloom.caches.paged import PagedLayer
-from kvloom.caches.storage import Storage, Tensors
+from kvloom.caches.layers.kinds import PAGE_SIZE
+from kvloom.caches.layers.layer import expect_config
+from kvloom.caches.layers.paged import PagedLayer
+from kvloom.caches.tensors.storage import Storage, Tensors
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 

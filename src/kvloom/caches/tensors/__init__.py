@@ -1,0 +1,1 @@
+"""The tensors of a layer: where a token lies in them, how it is written and read."""
