@@ -17,9 +17,9 @@ from store.test_store import WHOSE, found, save
 from kvloom.store import KVStore
 from kvloom.store.digests import LastTexts, TextDigests, salt_digest
 from kvloom.store.format import DamagedRun
-from kvloom.store.heads import Heads
 from kvloom.store.index import Index, IndexEntry
 from kvloom.store.sums import PLAIN, checksum
+from kvloom.store.tiers.heads import Heads
 
 TEXT = list(range(40))
 

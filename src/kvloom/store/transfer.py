@@ -17,7 +17,7 @@ from kvloom.core.views import KVView, Side
 from kvloom.ops import KeySmoothing
 from kvloom.store.fingerprint import Fingerprint, rotation_in
 from kvloom.store.format import page_bytes, part_bytes
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.tier import ReadPages
 
 
 def layers_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:

@@ -19,7 +19,7 @@ from kvloom.core.views import KVView
 from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.format import page_bytes
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.tier import ReadPages
 from kvloom.store.transfer import pack_slots, unpack_slots
 
 NULL_BLOCK: Final = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvloom.core.entries import FLOATS, Entry, SideFormat
 from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.tier import ReadPages
 
 _KEPT: Final = "float32"
 """Dtype of a stored segment, which holds states of any dtype as bytes."""

@@ -12,15 +12,12 @@ from typing import Final, Protocol
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.digests import TextDigests
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.folders import Folder
 from kvloom.store.format import DamagedRun, OtherFormat, Run
-from kvloom.store.heads import FIRST_READ, head_from, head_of
-from kvloom.store.index import IndexEntry, Segment
+from kvloom.store.index import Folder, IndexedStore, IndexEntry, Segment
 from kvloom.store.names import ObjectKind, folder_of, kind_of
-from kvloom.store.readers import Readers
-from kvloom.store.speed import Speed
-from kvloom.store.sums import Sums
-from kvloom.store.threads import started
+from kvloom.store.tiers.heads import FIRST_READ, head_from, head_of
+from kvloom.store.tiers.patience import Speed
+from kvloom.store.tiers.readers import Readers, started
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _REFRESH_SECONDS: Final = 2.0
@@ -32,27 +29,17 @@ _AT_ONCE: Final = 64
 """Number of heads that are read before the first is parsed."""
 
 
-class CatalogedStore(Protocol):
+class CatalogedStore(IndexedStore, Protocol):
     """The part of a store that its catalog needs."""
 
-    sums: Sums
     speed: Speed
     readers: Readers
-
-    def connected(self) -> Backend:
-        """Backend with the store's objects."""
 
     def attempt(self, way: str, call: Callable[[], bool], default: bool, folder: str = "") -> bool:
         """Result of a call, or ``default`` if the store fails or denies it in this folder."""
 
     def agrees(self, folder: str) -> bool:
         """Whether a folder is used."""
-
-    def damaged(self, name: str, why: str) -> None:
-        """Quarantine an object."""
-
-    def left_out(self, name: str, why: Exception) -> None:
-        """Record an object that has another format or may not be read."""
 
 
 class Catalog:
@@ -258,8 +245,7 @@ class Catalog:
                 self._began = time.monotonic()
             began, self._used, is_stopped = self._began, time.thread_time(), False
             try:
-                name = self._store.sums.folder(folder.fingerprint.digest)
-                self._store.attempt("read", partial(self._list, folder), False, name)
+                self._store.attempt("read", partial(self._list, folder), False, folder.name)
             except CancelledError:
                 is_stopped = folder.must_list = True
             except Exception:  # or waiting threads would wait forever
@@ -286,7 +272,7 @@ class Catalog:
 
     def _list(self, folder: Folder) -> bool:
         """Update a folder's runs by a listing."""
-        name = self._store.sums.folder(folder.fingerprint.digest)
+        name = folder.name
         if not self._store.agrees(name):
             return False
         backend, began = self._store.connected(), time.time()
@@ -323,7 +309,7 @@ class Catalog:
             for entry in self._entries(folder, new[some : some + _AT_ONCE], doubtful):
                 with self._changed:
                     folder.index.add(entry)
-        self._put_aside(folder, name, doubtful)
+        self._put_aside(folder, doubtful)
         # A change within the clock's last tick may be followed by another in the same tick.
         folder.version = version if version is not None and version < began - _REFRESH_SECONDS else None
         with self._changed:
@@ -332,12 +318,12 @@ class Catalog:
             folder.objects.tidy(self._store, entries, self._rest)
         return True
 
-    def _put_aside(self, folder: Folder, name: str, doubtful: Mapping[Stored, str]) -> None:
+    def _put_aside(self, folder: Folder, doubtful: Mapping[Stored, str]) -> None:
         """Quarantine damaged objects, except those replaced after the listing, which are read again."""
         if not doubtful:
             return
         backend = self._store.connected()
-        now = {x.name: x for x in backend.list_stored(f"{name}/")}
+        now = {x.name: x for x in backend.list_stored(f"{folder.name}/")}
         for x, why in doubtful.items():
             folder.must_list = True
             if x.name in now and now[x.name].size == x.size:

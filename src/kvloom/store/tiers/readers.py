@@ -1,16 +1,27 @@
-"""Threads for calls that may take long or never return, so that the caller can stop waiting."""
+"""Threads of a store, which do not keep the process alive, and calls in them that may never return."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-from kvloom.store.threads import started
-
+_LOG: Final = logging.getLogger("kvloom.store")
 _IDLE_SECONDS: Final = 1.0
 """Seconds after which an idle thread ends."""
 _Result = TypeVar("_Result")
+
+
+def started(run: Callable[[], None], name: str) -> threading.Thread | None:
+    """A thread that runs a function; ``None`` if the system has none left."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        _LOG.warning("%s did not start: %s", name, error)
+        return None
+    return thread
 
 
 class Readers:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvloom.store.format import Run
-from kvloom.store.threads import started
-from kvloom.store.tier import Tier
+from kvloom.store.tiers.readers import started
+from kvloom.store.tiers.tier import Tier
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _LOWEST_PRIORITY: Final = 19

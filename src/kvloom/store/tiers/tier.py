@@ -9,19 +9,17 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from kvloom.store.backends import Backend, connect, expect_own, public_url
-from kvloom.store.catalog import Catalog
 from kvloom.store.digests import TextDigests
-from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.fingerprint import Fingerprint, Probe
 from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of
-from kvloom.store.heads import Heads
 from kvloom.store.index import IndexEntry, Segment
-from kvloom.store.limits import quarantine
 from kvloom.store.names import ObjectKind, folder_of, kind_of, probe_name
-from kvloom.store.probe import Probe
-from kvloom.store.readers import Readers
-from kvloom.store.room import Room, is_full
-from kvloom.store.speed import Speed
 from kvloom.store.sums import PLAIN, Sums
+from kvloom.store.tiers.catalog import Catalog
+from kvloom.store.tiers.heads import Heads
+from kvloom.store.tiers.limits import Room, is_full, quarantine
+from kvloom.store.tiers.patience import Speed
+from kvloom.store.tiers.readers import Readers
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _TOUCH_SECONDS: Final = 1.0
