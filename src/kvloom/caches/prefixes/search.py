@@ -176,7 +176,7 @@ class Prefixes:
                 refs += own.found
                 if group.below is not None and own.num_missing:
                     is_read = True
-                    group.make_room(own.num_missing)
+                    group.pages.make_room(own.num_missing)
                     refs[count:] = group.below.fetch(own.tokens, own.found, salt, found.scope, own.first)
         except BaseException:
             self.release(held)
