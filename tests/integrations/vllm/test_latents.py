@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tensors.absorption import LatentSizes, is_faster_expanded
-from kvloom.caches.tensors.transform import Transform, load_restored
+from kvloom.caches.tensors.transform import Transform, stored_by
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer
@@ -127,7 +127,7 @@ class Requests:
         for b, at in enumerate(slots):
             row = self.common.block_table_tensor[b].long()
             of_codes = row[at // BLOCK] * BLOCK + at % BLOCK
-            codes = load_restored(of_codes, self.view, torch.float32, self.transform)
+            codes = ops.load(of_codes, self.view, dtype=torch.float32, **stored_by(self.transform))
             query = self.query[first : first + self.new[b]].double()
             behind = (at[-self.new[b] :, None] - at)[:, None]
             kept, was = (

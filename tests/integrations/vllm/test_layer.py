@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.tensors.transform import Transform, load_restored
+from kvloom.caches.tensors.transform import Transform, stored_by
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import layer
 from kvloom.integrations.vllm.builder import VllmStep
@@ -94,7 +94,9 @@ class Layer:
     def expected(self, recent: int, window: int = TOKENS, sinks: Tensor | None = None) -> Tensor:
         """``[T, Hq, D]``: tokens further back than ``recent`` as their codes say."""
         slots = slots_in(self.codes, 32)
-        key, value = load_restored(slots, self.view, torch.float32, self.transform, self.positions)
+        key, value = ops.load(
+            slots, self.view, dtype=torch.float32, **stored_by(self.transform, self.positions)
+        )
         behind = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
         outs = []
         for head in range(QUERIES):
