@@ -4,9 +4,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from kvloom.caches.format import CacheFormat
+from kvloom.caches.format import CacheFormat, expect_config
 from kvloom.caches.layers.fixed import FixedLayer
-from kvloom.caches.layers.layer import expect_config
 from kvloom.caches.layers.paged import PagedLayer
 from kvloom.caches.rows.sequences import Sequences
 

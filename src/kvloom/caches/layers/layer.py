@@ -18,7 +18,7 @@ from kvloom.caches.tensors.storage import Storage
 from kvloom.caches.tensors.tokens import Tokens
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.views import detached
-from kvloom.errors import ConfigError, ShapeError, StateError
+from kvloom.errors import ShapeError, StateError
 
 
 class _Side:
@@ -215,10 +215,3 @@ class Layer(Changing):
     def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
         """Accepted dtypes of new tokens."""
         return self.dtype or FLOAT_DTYPES
-
-
-def expect_config(name: str, value: int, low: int) -> int:
-    """``value`` if it is an int of at least ``low``, else ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")
-    return value
