@@ -21,6 +21,12 @@ _INTO: Final = {
     " text_config",
     "integrations.transformers.pool": "identity origin",
     "integrations.transformers.states": "grid mixers rollback",
+    "integrations.vllm.storing": "folder_weights mover planner recurrent watch",
+    "serving.answering": "answers picture_answers picture_chats prompts session vision",
+    "serving.endpoints": "agents asking dashboard metrics models response_items responses shapes tokens",
+    "serving.protocol": "fields messages pictures readers response_request sampling structured text tools"
+    " wanted",
+    "store.tiers": "catalog heads limits patience readers tier writer",
 }
 """Modules that each package has taken from the package around it, names and all."""
 MOVED: Final = {
@@ -34,6 +40,12 @@ MOVED: Final = {
     "integrations.transformers.pool_prefixes": "integrations.transformers.pool.prefixes",
     "integrations.transformers.pool_states": "integrations.transformers.pool.states",
     "integrations.transformers.state_logs": "integrations.transformers.states.logs",
+    "integrations.vllm.latents": "integrations.vllm.latent.step",
+    "store.index_objects": "store.index",
+    "store.probe": "store.fingerprint",
+    "store.room": "store.tiers.limits",
+    "store.speed": "store.tiers.patience",
+    "store.threads": "store.tiers.readers",
 } | {
     f"{package.rpartition('.')[0]}.{name}": f"{package}.{name}"
     for package, names in _INTO.items()

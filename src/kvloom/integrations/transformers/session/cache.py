@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
+from kvloom.core.text import Text
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.layer_specs import sources_of
 from kvloom.integrations.transformers.pool.states import PoolStates
 from kvloom.integrations.transformers.session.agent_sessions import AgentSessions, turn_of
 from kvloom.integrations.transformers.session.groups import Limits, TokenLayers
 from kvloom.integrations.transformers.session.growing import GrowingPages
-from kvloom.integrations.transformers.session.held import Held, Text, most_findable, page_map_of, salt_of
+from kvloom.integrations.transformers.session.held import Held, most_findable, page_map_of, salt_of
 from kvloom.integrations.transformers.session.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.session.recurrent import MixerCalls, copied, expect_apart
 from kvloom.integrations.transformers.session.report import PageMap
