@@ -250,8 +250,8 @@ class KVCache(StatefulCache):
         is_of_all = not self._has_begun(layer_idx)
         if is_of_all:
             self.expect_whole()
-            if self._has_states and not torch.compiler.is_compiling():
-                self._begin_forward(self._longest_own)
+            if self._stateful and not torch.compiler.is_compiling():
+                self._begin_forward()
         length, offset = super().get_mask_sizes(*args, **kwargs)
         if is_of_all and len(self._cache.sequences) > 1:
             expect_maskable(self, length, layer_idx)
@@ -261,7 +261,7 @@ class KVCache(StatefulCache):
         """Note that a forward of a model begins; raises StateError if the last one broke off."""
         if self._begun:
             self.expect_whole()
-        self._begin_forward(self._longest_own)
+        self._begin_forward()
         self._is_watched = True
 
     def expect_whole(self) -> None:
@@ -349,7 +349,7 @@ class KVCache(StatefulCache):
         self._expect_thawed()
         super().reset()
         self.remembered.truncate(0)
-        self._begin_forward(0)
+        self._begin_forward()
         if self._rollback is not None:
             self._rollback.restart(0)
         self._cache.regroup()
