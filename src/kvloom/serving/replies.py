@@ -7,8 +7,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
-from kvloom.integrations.transformers.session.sampling import LogProb
+from kvloom.integrations.transformers.session.choices.sampling import LogProb
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
 from kvloom.serving.answers import Answers
 from kvloom.serving.text import bytes_of, text_of
 

@@ -220,6 +220,13 @@ class PoolCache(KVCache):
     origin: Origin | None = None
     grid: Grid | None = None  # set for models with recurrent states
 
+    @property
+    def began(self) -> Origin:
+        """Its origin; raises ``StateError`` if no pool began it."""
+        if self.origin is None:
+            raise StateError("this cache was reset or loaded, and belongs to no pool")
+        return self.origin
+
     def is_of(self, pages: Sequence[Pages]) -> bool:
         """Whether the pool with these pages began the cache; also true if layers were assigned since."""
         own = [x.pages for x in self.sequences]

@@ -15,9 +15,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.logits_process import LogitsProcessorList
 
 from kvloom.errors import StateError
-from kvloom.integrations.transformers.session.agent_sessions import TURN, AgentTurn
-from kvloom.integrations.transformers.session.held import CHOICE, SALT
-from kvloom.integrations.transformers.session.prompt_scores import ProcessorsOfRequests, ScoringModel
+from kvloom.integrations.transformers.session.choices.prompt_scores import ProcessorsOfRequests, ScoringModel
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE, SALT, TURN, AgentTurn
 
 _ROWS: Final = 64
 """Number of prompt tokens whose log probabilities are computed at once."""

@@ -20,7 +20,7 @@ from kvloom.integrations.transformers.fingerprint.per_state import once_per_stat
 from kvloom.integrations.transformers.models.cache_argument import argument_of
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec, layers_of
 from kvloom.integrations.transformers.models.seen import entries_seen
-from kvloom.integrations.transformers.session.growing import GrowingPages
+from kvloom.integrations.transformers.session.requests.growing import GrowingPages
 
 STATES_SHARE: Final = 2
 """Ratio of bytes of pages to bytes of recurrent states that can be found."""
