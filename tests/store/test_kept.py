@@ -18,9 +18,9 @@ from kvloom.core.text import Text
 from kvloom.store import KVStore
 from kvloom.store.digests import TextDigests, digests_of, salt_digest
 from kvloom.store.format import DamagedRun
-from kvloom.store.heads import Heads
 from kvloom.store.index import Index, IndexEntry
 from kvloom.store.sums import PLAIN, checksum
+from kvloom.store.tiers.heads import Heads
 
 TEXT = list(range(40))
 

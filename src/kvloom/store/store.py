@@ -13,14 +13,13 @@ from typing import Any, Final, Literal
 
 from kvloom.errors import ArgumentError
 from kvloom.store.digests import TextDigests, digests_of, salt_digest
-from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.fingerprint import Fingerprint, Probe
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.index import Segment
-from kvloom.store.patience import Patience
-from kvloom.store.probe import Probe
 from kvloom.store.sums import PLAIN, Sums
-from kvloom.store.tier import ReadPages, Tier
-from kvloom.store.writer import EXIT_SECONDS, Write, Writer
+from kvloom.store.tiers.patience import Patience
+from kvloom.store.tiers.tier import ReadPages, Tier
+from kvloom.store.tiers.writer import EXIT_SECONDS, Write, Writer
 
 _MODES: Final = (0o600, 0o640, 0o660, 0o644)
 _LISTING_SECONDS: Final = 6.0

@@ -138,7 +138,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._stateful = stateful_layers_of(model)
         self._specs: Specs = {}
         if self._stateful is not None:
-            why_wrong, self._specs, _ = trial_of(model)  # while the model still has its own attention
+            why_wrong, self._specs = trial_of(model)  # while the model still has its own attention
             if why_wrong:
                 raise UnsupportedError(why_wrong)
             watch_mixers(model)

@@ -13,9 +13,9 @@ from kvloom.integrations.transformers.pool.identity import Identity
 from kvloom.integrations.transformers.session.requests.prompt import Prompt
 from kvloom.paging import PageRef
 from kvloom.store.below import StoreBelow
-from kvloom.store.readers import Readers
 from kvloom.store.store import KVStore
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.readers import Readers
+from kvloom.store.tiers.tier import ReadPages
 from kvloom.store.transfer import layers_of
 
 _MOST: Final = 4
