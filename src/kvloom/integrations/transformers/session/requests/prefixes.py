@@ -50,11 +50,12 @@ class SessionPrefixes(PoolPrefixes):
         super().__init__(groups, states)
         self._layers, self._watch, self._stateful = groups, watch, stateful
         self.agents = AgentSessions() if agents is None else agents
-        self.state = ""
+        self.state, self._has_published = "", False
         self.reads: StoreReads | None = None
 
     def refresh(self, is_thorough: bool = False) -> None:
         """Update the state of the model: before each step, and thoroughly before pages are found."""
+        self._has_published = False
         if self._watch is not None:
             self.state = self._watch.state() if is_thorough else self._watch.quick_state()
 
@@ -140,7 +141,9 @@ class SessionPrefixes(PoolPrefixes):
 
     def publish(self, held: Held, text: Text) -> None:
         """Let others find the full pages of a request that began in the present state."""
-        self.refresh(is_thorough=True)
+        if not self._has_published:  # one look at the model for all requests of a step
+            self.refresh(is_thorough=True)
+            self._has_published = True
         if held.state != self.state:
             held.kept.clear()
             return
