@@ -15,6 +15,7 @@ from kvloom.core.entries import Entry, SideFormat
 from kvloom.core.text import Text
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec
 from kvloom.integrations.transformers.session.cache import BatchCache
+from kvloom.integrations.transformers.session.requests.groups import Limits
 from kvloom.integrations.transformers.session.requests.prompt import Prompt
 
 PAGE = 16
@@ -43,7 +44,7 @@ def cache_of(num_pages: int) -> BatchCache:
     config = LlamaConfig(hidden_size=16, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     form, device, side = CacheFormat(page_size=PAGE), torch.device("cpu"), SideFormat(16, "float32")
     layers = {0: LayerSpec(0, "full_attention", None, entry=Entry(1, side, side))}
-    cache = BatchCache(config, layers, form, device, max_pages=num_pages, max_batch_tokens=PAGE, share=True)
+    cache = BatchCache(config, Limits(layers, form, 1024, PAGE), device, max_pages=num_pages, share=True)
     cache.requests.pages.make_room(num_pages)
     return cache
 

@@ -59,7 +59,7 @@ def cache_of(format: CacheFormat, window: int | None, num_layers: int = 1) -> Ba
     side, device = SideFormat(DIM, "float32"), torch.device("cpu")
     layer = LayerSpec(0, "full_attention", None, window=window, entry=Entry(HEADS, side, side))
     layers = dict.fromkeys(range(num_layers), layer)
-    return BatchCache(config, layers, format, device, max_pages=400, max_batch_tokens=2048, share=False)
+    return BatchCache(config, Limits(layers, format, 1024, 2048), device, max_pages=400, share=False)
 
 
 def compare(got: Tensor, want: Tensor) -> None:

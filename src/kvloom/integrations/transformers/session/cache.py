@@ -10,12 +10,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.caches import CacheFormat
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.layer_specs import sources_of
 from kvloom.integrations.transformers.pool.states import PoolStates
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
-from kvloom.integrations.transformers.session.requests.groups import Limits, TokenLayers
+from kvloom.integrations.transformers.session.requests.groups import Limits
 from kvloom.integrations.transformers.session.requests.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.session.requests.prompt import Prompt
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
@@ -40,15 +39,12 @@ class BatchCache(CacheOfMixers):
 
     Args:
         config: Configuration of the model.
-        layers: Its layers that keep keys and values.
-        format: Cache format of the tokens.
+        limits: Its groups of layers, and the requests and tokens of a step.
         device: Device of the model.
         max_pages: Largest number of pages in the first group.
-        max_batch_tokens: Largest number of tokens in a step.
         share: Whether requests find pages of others.
         policy: Which pages are evicted first, as in ``PagePool``.
         watch: Watch of the model's state; ``None`` for a model that never changes.
-        num_requests: Largest number of requests in a step.
         stateful: Layers of any cache for a model with recurrent states; ``None`` for other models.
         states: Pages of states that requests find; ``None`` without sharing.
         agents: Sessions of agents, which hold pages; ``None`` for new ones.
@@ -72,29 +68,25 @@ class BatchCache(CacheOfMixers):
     def __init__(
         self,
         config: Any,
-        layers: TokenLayers,
-        format: CacheFormat,
+        limits: Limits,
         device: torch.device,
         *,
         max_pages: int,
-        max_batch_tokens: int,
         share: bool,
         policy: str = "lru",
         watch: ModelWatch | None = None,
-        num_requests: int = 1024,
         stateful: Sequence[Any] | None = None,
         states: PoolStates | None = None,
         agents: AgentSessions | None = None,
     ) -> None:
-        limits = Limits(layers, format, num_requests, max_batch_tokens)
         groups, num_codes = limits.groups(max_pages, policy, device), len(limits.codes)
         self.codes, self.residuals = groups[:num_codes], groups[num_codes:]
         prefixes = SessionPrefixes(groups, watch, states, stateful, agents)
         self.requests = SessionRequests(groups, prefixes, share)
-        kept = self.codes, self.residuals, format.recent, sources_of(config), stateful, device
+        kept = self.codes, self.residuals, limits.format.recent, sources_of(config), stateful, device
         self.steps = Steps(*kept, self.requests.lock)
-        self.max_pages, self.max_batch_tokens = max_pages, max_batch_tokens
-        self.tokens_per_page = size = format.page_size
+        self.max_pages, self.max_batch_tokens = max_pages, limits.max_batch_tokens
+        self.tokens_per_page = size = limits.format.page_size
         self.device, self.use_prefix_sharing, self.pool = device, share, NoSectors()
         self.cache_allocators = {KIND: self}
         positions = int(getattr(config, "max_position_embeddings", None) or 0)

@@ -37,8 +37,8 @@ from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
 from kvloom.integrations.transformers.session.requests.groups import (
     STATES_SHARE,
+    Limits,
     page_bytes,
-    plan_pages,
     stateful_layers_of,
     token_layers_of,
 )
@@ -369,28 +369,25 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self.agents.lose_all("the session of the server began again")
         config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
         max_pages, max_batch_tokens = config.num_blocks, config.max_batch_tokens or MAX_BATCH_TOKENS
+        count = min(config.max_requests_per_batch, max_batch_tokens)
+        limits = Limits(self._layers, self._format, count, max_batch_tokens)
         if max_pages is None:
             free = free_bytes(model.device)
             # If free memory is unknown, pages for 64 requests of the model's longest text.
             longest = getattr(text, "max_position_embeddings", None) or 4096
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
-                count = min(config.max_requests_per_batch, max_batch_tokens)
                 specs = [x for own in self._specs.values() for x in own]
-                room = int(free * config.max_memory_percent)
-                plan = plan_pages(self._layers, self._format, room, count, max_batch_tokens, specs)
-                max_pages, config.max_requests_per_batch = plan
+                limits, max_pages = limits.fitted(int(free * config.max_memory_percent), specs)
+                config.max_requests_per_batch = limits.num_requests
         cache = BatchCache(
             text,
-            self._layers,
-            self._format,
+            limits,
             model.device,
             max_pages=max_pages,
-            max_batch_tokens=max_batch_tokens,
             share=self._share,
             policy=self._policy,
             watch=self._watch,
-            num_requests=min(config.max_requests_per_batch, max_batch_tokens),
             stateful=self._stateful,
             states=self._make_states(max_pages) if self._share and self._stateful is not None else None,
             agents=self.agents,
