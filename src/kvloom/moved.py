@@ -20,6 +20,9 @@ _INTO: Final = {
     "integrations.transformers.models": "cache_argument content loading positions remembered rope"
     " text_config",
     "integrations.transformers.pool": "identity origin",
+    "integrations.transformers.session.choices": "penalties prompt_scores sampling",
+    "integrations.transformers.session.requests": "agent_sessions groups growing held prefixes store_reads",
+    "integrations.transformers.session.steps": "recurrent step",
     "integrations.transformers.states": "grid mixers rollback",
     "integrations.vllm.storing": "folder_weights mover planner recurrent watch",
     "serving.answering": "answers picture_answers picture_chats prompts session vision",
@@ -39,6 +42,8 @@ MOVED: Final = {
     "integrations.transformers.pool_memory": "integrations.transformers.pool.memory",
     "integrations.transformers.pool_prefixes": "integrations.transformers.pool.prefixes",
     "integrations.transformers.pool_states": "integrations.transformers.pool.states",
+    "integrations.transformers.session.plan": "integrations.transformers.session.steps.step",
+    "integrations.transformers.session.sizes": "integrations.transformers.session.requests.groups",
     "integrations.transformers.state_logs": "integrations.transformers.states.logs",
     "integrations.vllm.latents": "integrations.vllm.latent.step",
     "store.index_objects": "store.index",

@@ -13,7 +13,7 @@ from transformers.generation import StoppingCriteriaList
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
-from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.integrations.transformers.session.choices.sampling import Choice
 from kvloom.integrations.transformers.session.self_check import distance_of
 from kvloom.serving.answering.vision import PicturePrompt
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvloom.integrations.transformers import KVPool, enable, summary_of
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.models.text_config import text_config_of
-from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.integrations.transformers.session.choices.sampling import Choice
 from kvloom.serving.answering.answers import Answers
 from kvloom.serving.answering.picture_answers import (
     PAGE_SIZE,

@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.session.agent_sessions import AgentReport, AgentTurn
+from kvloom.integrations.transformers.session.requests.agent_sessions import AgentReport
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
 from kvloom.serving import Refused
 from kvloom.serving.endpoints.models import Model
 from kvloom.serving.guard import TENANT

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 
-from kvloom.integrations.transformers.session.held import CHOICE
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 
 
 class _Rows(NamedTuple):

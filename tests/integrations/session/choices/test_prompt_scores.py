@@ -17,8 +17,8 @@ from oracles.stateful_models import STATES_IN_SESSIONS, small_model
 
 from kvloom.errors import StateError
 from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.session.held import CHOICE
-from kvloom.integrations.transformers.session.sampling import Choice, LogProb, choose_by_request
+from kvloom.integrations.transformers.session.choices.sampling import Choice, LogProb, choose_by_request
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 
 NEW, LIKELIEST = 20, 3
 MODELS: dict[str, Any] = {

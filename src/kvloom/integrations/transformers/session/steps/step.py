@@ -16,8 +16,8 @@ from kvloom import ops
 from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.caches.prefixes.step import Step
 from kvloom.errors import StateError, UnsupportedError
-from kvloom.integrations.transformers.session.held import Held
-from kvloom.integrations.transformers.session.recurrent import Feed, MixerCalls
+from kvloom.integrations.transformers.session.requests.held import Held
+from kvloom.integrations.transformers.session.steps.recurrent import Feed, MixerCalls
 
 
 @dataclass(frozen=True)

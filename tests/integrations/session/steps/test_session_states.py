@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, continuous_batching
-from kvloom.integrations.transformers.session.recurrent import MixerCalls
+from kvloom.integrations.transformers.session.steps.recurrent import MixerCalls
 
 REQUESTS = times(6)
 FAMILIES = [x for x in mixers() if x != "inkling2"]  # which attends to masks of its own

@@ -11,13 +11,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from kvloom.errors import StateError
-from kvloom.integrations.transformers.session.agent_sessions import TURN, AgentTurn
-from kvloom.integrations.transformers.session.held import CHOICE, SALT
-from kvloom.integrations.transformers.session.prompt_scores import ProcessorsOfRequests, ScoringModel
+from kvloom.integrations.transformers.session.choices.penalties import OfRequests
+from kvloom.integrations.transformers.session.choices.prompt_scores import ProcessorsOfRequests, ScoringModel
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE, SALT, TURN, AgentTurn
 
 _ROWS: Final = 64
 """Number of prompt tokens whose log probabilities are computed at once."""
@@ -163,35 +162,26 @@ class Choice:
         return (LogProb(x, tuple(likeliest), tuple(theirs)) for x, likeliest, theirs in rows)
 
 
-class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+class Sampler(OfRequests):
     """Processor that gives each request's chosen token the largest logit, which the session then takes.
 
     Args:
         num_found: Function of a request's id: number of its prompt tokens whose pages were found.
     """
 
-    supported_kwargs: dict[str, type] = {  # noqa: RUF012  # the base has it so
-        CHOICE: Choice,
-        SALT: str,
-        TURN: AgentTurn,
-    }
-    ignored_kwargs: tuple[str, ...] = ()
+    supported_kwargs: dict[str, type] = {CHOICE: Choice, SALT: str, TURN: AgentTurn}  # noqa: RUF012
 
     def __init__(self, num_found: Callable[[str], int]) -> None:
         self._num_found = num_found
-        self._states: list[Any] = []
-
-    def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Do nothing, since sampling needs no tensor."""
 
     def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
         """Remember the requests of the next logits."""
-        self._states = [request.state for request in requests_with_new_token]
+        tensor = super().prepare_tensor_args(requests_with_new_token)
         for state in self._states:
             choice = state.logit_processor_kwargs.get(CHOICE)
             if choice is not None and choice.num_found is None:
                 choice.num_found = self._num_found(state.request_id)
-        return torch.zeros(len(self._states), dtype=torch.int32)
+        return tensor
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         """Choose a token for each request; ``scores`` are ``[requests, V]``."""

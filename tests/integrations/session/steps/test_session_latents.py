@@ -103,7 +103,7 @@ def test_a_request_has_the_bits_that_it_has_alone(
 def test_pages_hold_a_latent_and_a_rope_key_of_each_token() -> None:
     model = continuous_batching(family("deepseek_v3", **WIDE), "int4,recent=0")
     with session(model) as running:
-        latents, rope = running.cache.pages.storages[0].specs
+        latents, rope = running.cache.requests.pages.storages[0].specs
         report = running.manager.report()
         running.manager.add_request([*range(3, 40)])
         running.run()

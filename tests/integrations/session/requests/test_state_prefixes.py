@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.session.test_session_states import FAMILIES, PROMPT, STEP
+from integrations.session.steps.test_session_states import FAMILIES, PROMPT, STEP
 from oracles.batching import GREEDY, alone, batching_config, session
 from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, small_model, stateful_model
 from transformers import GenerationConfig
@@ -130,7 +130,7 @@ def test_a_model_in_another_dtype_goes_on_from_states_of_that() -> None:
     model.to(torch.bfloat16)
     with session(model, return_logprobs=True) as running:
         first, second = found(running, PROMPT), found(running, PROMPT)
-        pages = running.cache.prefixes.states.pages
+        pages = running.cache.requests.prefixes.states.pages
     assert (first[1], second[1]) == (0, 64) and second[0][0] == first[0][0]
     assert torch.bfloat16 in {x.dtype for own in pages.specs.values() for x in own}
 

@@ -5,42 +5,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvloom.caches.rows.row import Row
 from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.session.requests.held import Held
+from kvloom.integrations.transformers.session.requests.prompt import Prompt
 from kvloom.paging import PageRef, PageTable
-
-TURN: Final = "agent_turn"
-"""The argument of ``add_request`` that takes an ``AgentTurn``."""
 
 _MOST: Final = 1024
 """Largest number of sessions of one owner, with and without pages."""
 
 _NEW: Final = "no session of this id is known"
-
-
-@dataclass(slots=True)
-class AgentTurn:
-    """One request of an agent's session, with what it found of the session when it began.
-
-    Attributes:
-        owner: Owner of the session, with a budget and session names of its own.
-        name: Name of the session.
-        num_kept: Number of tokens of the session; ``None`` before the request has begun.
-        num_restored: Number of these tokens that needed no compute.
-        reason: Why not all were restored; empty if all were.
-    """
-
-    owner: str
-    name: str
-    num_kept: int | None = None
-    num_restored: int = 0
-    reason: str = ""
-
-    def __deepcopy__(self, memo: Any) -> "AgentTurn":
-        """The turn itself, since a preemption copies the arguments of a request."""
-        return self
 
 
 @dataclass(slots=True, eq=False)
@@ -154,39 +130,29 @@ class AgentSessions:
                 for x in sessions
             ]
 
-    def usable(
-        self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, state: str
-    ) -> AgentSession | None:
-        """The session of a request, if it has pages of this salt and state, and the same first token.
+    def usable(self, prompt: Prompt, state: str) -> AgentSession | None:
+        """The session of a request, if it has pages of its salt and state, and the same first token.
 
         Args:
-            turn: Turn of the request; ``None`` without a session.
-            tokens: Tokens of its prompt.
-            salt: Its salt.
+            prompt: Prompt of the request.
             state: State of the model.
         """
-        session = None if turn is None else self._find(turn.owner, turn.name)
-        if session is None or not session.groups or (session.salt, session.state) != (salt, state):
+        session = None if prompt.turn is None else self._find(prompt.turn.owner, prompt.turn.name)
+        if session is None or not session.groups or (session.salt, session.state) != (prompt.salt, state):
             return None
-        return session if tokens[:1] == session.tokens[:1] else None
+        return session if prompt.text[:1] == session.tokens[:1] else None
 
-    def note(
-        self,
-        turn: AgentTurn,
-        tokens: Sequence[int],
-        salt: str,
-        state: str,
-        num_found: int,
-        is_end: bool = False,
-    ) -> None:
-        """Note in the turn of a request that begins what it found of its session; done once.
+    def note(self, prompt: Prompt, state: str, num_found: int, is_end: bool = False) -> None:
+        """Note in the turn of a request that begins, if it has one, what it found of its session; done once.
 
         Args:
-            turn, tokens, salt, state: As in ``usable``.
+            prompt: Prompt of the request.
+            state: State of the model.
             num_found: Number of tokens of the prompt that need no compute.
             is_end: Whether a store has a text of a session that ends after these tokens.
         """
-        if turn.num_kept is not None:
+        turn = prompt.turn
+        if turn is None or turn.num_kept is not None:
             return
         session = self._find(turn.owner, turn.name)
         if session is None:
@@ -194,62 +160,46 @@ class AgentSessions:
             turn.reason = "" if is_end else _NEW
             return
         turn.num_kept = kept = len(session.tokens)
-        num_same = num_common(session.tokens, tokens)
+        num_same = num_common(session.tokens, prompt.text)
         turn.num_restored = min(num_found, num_same)
         if session.groups and session.state != state:
             self._give_up(session, "the model has changed")
         if turn.num_restored == kept:
             turn.reason = ""
-        elif session.salt != salt:
+        elif session.salt != prompt.salt:
             turn.reason = "the session has another cache_salt"
         elif not session.groups:
             turn.reason = session.reason
         elif num_same < kept:
             turn.reason = f"the prompt has the first {num_same} of the session's {kept} tokens"
-        elif len(tokens) == kept:
+        elif len(prompt.text) == kept:
             turn.reason = "the last token of a prompt is always computed"
         else:
             turn.reason = "recurrent states are found at some tokens only"
 
-    def keep(
-        self,
-        turn: AgentTurn,
-        tokens: Sequence[int],
-        salt: str,
-        state: str,
-        groups: Sequence[Row],
-        limits: Sequence[int],
-    ) -> None:
+    def keep(self, held: Held, tokens: Sequence[int], groups: Sequence[Row], limits: Sequence[int]) -> None:
         """Let the session of a request that has ended hold its pages, instead of its earlier pages.
 
         Args:
-            turn: Turn of the request.
+            held: What the request held, with a turn.
             tokens: Computed tokens.
-            salt: Salt of the full pages.
-            state: State of the model.
             groups: Pages of ``tokens`` in each group; the session takes them over.
             limits: Largest number of pages in each group.
         """
+        turn, now = held.prompt.turn, self._clock()
+        if turn is None:
+            return
         owner = self._owners.setdefault(turn.owner, _Owner())
         owner.holders = owner.holders or [Counter() for _ in groups]
-        before = self._find(turn.owner, turn.name)
-        now = self._clock()
-        session = AgentSession(
-            turn.owner,
-            turn.name,
-            salt,
-            state,
-            tokens,
-            [*groups],
-            now if before is None else before.began,
-            now,
-        )
+        before = owner.sessions.get(turn.name)
         if before is not None:
             self._give_up(before, "")
-        owner.sessions[turn.name] = session
+        began, kept = now if before is None else before.began, (tokens, [*groups])
+        own = turn.owner, turn.name, held.prompt.salt, held.state
+        owner.sessions[turn.name] = AgentSession(*own, *kept, began, now)
         owner.sessions.move_to_end(turn.name)
-        for holders, own in zip(owner.holders, groups, strict=True):
-            holders.update(own.table.pages)
+        for holders, row in zip(owner.holders, groups, strict=True):
+            holders.update(row.table.pages)
         self._fit(owner, [int(self._share * limit) for limit in limits])
         while len(owner.sessions) > _MOST:
             self.forget(turn.owner, next(iter(owner.sessions)))
@@ -323,9 +273,3 @@ def num_common(one: Sequence[int], other: Sequence[int]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
     return low
-
-
-def turn_of(state: Any) -> AgentTurn | None:
-    """The turn of a request, if it is of an agent's session."""
-    turn: AgentTurn | None = state.logit_processor_kwargs.get(TURN)
-    return turn

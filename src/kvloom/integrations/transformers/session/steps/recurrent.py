@@ -1,4 +1,4 @@
-"""Recurrent states of the requests of a session, and the calls of mixers that change them.
+"""The calls of mixers in a step of a session, which change the recurrent states of its requests.
 
 The new tokens of a step are packed in one row, which a mixer would take for one text. So it is called once
 for all requests with the same number of new tokens, with one row for each request. A step with one token for
@@ -7,7 +7,7 @@ each request needs one call.
 Shapes: T new tokens of a step, B requests of a call, N new tokens of each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvloom.errors import StateError, UnsupportedError
-from kvloom.integrations.transformers.session.held import Held, RequestStates
-from kvloom.integrations.transformers.states.logs import Key, State
+from kvloom.integrations.transformers.session.requests.held import Held
+from kvloom.integrations.transformers.session.requests.state_rows import (
+    RequestStates,
+    StateRows,
+    side_by_side,
+)
 from kvloom.integrations.transformers.states.mixers import Inputs
-from kvloom.integrations.transformers.states.rollback import empty_layers, keys_of
 
 _OF_STEP: Final = (
     "cu_seq_lens_q",
@@ -56,65 +59,6 @@ class Feed(NamedTuple):
         end = self.past + self.new
         ends = [self.past, *sorted(x for x in self.held.wanted if self.past < x < end), end]
         return tuple(b - a for a, b in pairwise(ends))
-
-
-class StateRows(Cache):  # type: ignore[misc]
-    """Cache with the states of B requests, a row for each.
-
-    Attributes:
-        touched: Keys of the states that a mixer read or wrote since it was cleared.
-        recording: Object that records the calls of mixers with this cache; ``None`` for none.
-
-    Args:
-        layers: Layers of any cache for the model, with its kinds and numbers of states.
-    """
-
-    recording: Any = None
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        super().__init__(layers=empty_layers(layers))
-        self.touched: set[Key] = set()
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Read a state, and record it in ``touched``."""
-        self.touched.add(Key(layer_idx, "conv", state_idx))
-        return super().get_conv_state(layer_idx, state_idx)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Read a state, and record it in ``touched``."""
-        self.touched.add(Key(layer_idx, "recurrent", state_idx))
-        return super().get_recurrent_state(layer_idx, state_idx)
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
-        """Write a state, and record it in ``touched``."""
-        self.touched.add(Key(layer_idx, "conv", state_idx))
-        return super().update_conv_state(conv_states, layer_idx, state_idx=state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
-        """Write a state, and record it in ``touched``."""
-        self.touched.add(Key(layer_idx, "recurrent", state_idx))
-        return super().update_recurrent_state(states, layer_idx, state_idx=state_idx, **kwargs)
-
-    @property
-    def num_rows(self) -> int:
-        """B; 0 before any state was computed."""
-        return next((len(x) for x in self.tensors().values()), 0)
-
-    def tensors(self) -> dict[Key, Tensor]:
-        """All states ``[B, ...]``."""
-        found = {key: State.of(self.layers[key.layer], key).tensor for key in keys_of(self.layers)}
-        return {key: x for key, x in found.items() if x is not None}
-
-    def copy_row(self, row: int, keys: Iterable[Key], other: Cache) -> None:
-        """Copy some states of one request to another cache, as its only row."""
-        tensors = self.tensors()
-        for key in keys:
-            if key in tensors:
-                State(tensors[key][row : row + 1], True).copied().put(other.layers[key.layer], key)
 
 
 @dataclass(frozen=True)
@@ -234,36 +178,3 @@ class MixerCalls:
         if not isinstance(outputs[0], Tensor):
             raise UnsupportedError(f"a mixer must return tensors [B, N, ...], got {kind.__name__}")
         return torch.cat([x.flatten(0, 1) for x in outputs]).index_select(0, self._order)[None]
-
-
-def side_by_side(states: Sequence[RequestStates]) -> StateRows:
-    """One cache with the states of B requests; their present cache if it has exactly these rows in order."""
-    first: StateRows = states[0].cache
-    is_all = all(x.cache is first and x.row == i for i, x in enumerate(states))
-    if is_all and first.num_rows == len(states):
-        return first
-    new, known = StateRows(first.layers), {id(x.cache): x.cache.tensors() for x in states}
-    for key in known[id(first)]:
-        rows = torch.stack([known[id(x.cache)][key][x.row] for x in states])
-        State(rows, True).put(new.layers[key.layer], key)
-    return new
-
-
-def copied(states: RequestStates) -> RequestStates:
-    """A copy of the states of one request in a cache of its own."""
-    cache = StateRows(states.cache.layers)
-    states.cache.copy_row(states.row, states.cache.tensors(), cache)
-    return states._replace(cache=cache, row=0)
-
-
-def nbytes_of(held: Sequence[Held]) -> int:
-    """Bytes of the caches with the states of requests, including rows that are no longer used."""
-    caches = {id(x.states.cache): x.states.cache for x in held if x.states is not None}
-    return sum(x.nbytes for cache in caches.values() for x in cache.tensors().values())
-
-
-def expect_apart(held: Sequence[Held]) -> None:
-    """Raise StateError if two requests have the same states."""
-    places = [(id(x.states.cache), x.states.row) for x in held if x.states is not None]
-    if len({*places}) < len(places):
-        raise StateError("requests must have recurrent states of their own, got two with the same")

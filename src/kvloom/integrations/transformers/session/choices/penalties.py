@@ -60,7 +60,23 @@ class TokenBias(LogitsProcessor):  # type: ignore[misc]
         return scores.index_add(1, tokens, bias.to(scores.dtype)[None])
 
 
-class OfText(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+class OfRequests(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Base of processors of a session that know the requests of each step, and need no tensor."""
+
+    supported_kwargs: dict[str, type] = {}  # noqa: RUF012  # the base has it so
+    ignored_kwargs: tuple[str, ...] = ()
+    _states: Sequence[Any] = ()
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Do nothing."""
+
+    def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
+        """Remember the requests of the next logits."""
+        self._states = [request.state for request in requests_with_new_token]
+        return torch.zeros(len(self._states), dtype=torch.int32)
+
+
+class OfText(OfRequests):
     """A processor that reads the text, called for each request of a step with the text of that request.
 
     transformers' sessions leave such processors out.
@@ -69,20 +85,8 @@ class OfText(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         process: A ``LogitsProcessor``.
     """
 
-    supported_kwargs: dict[str, type] = {}  # noqa: RUF012  # the base has it so
-    ignored_kwargs: tuple[str, ...] = ()
-
     def __init__(self, process: Any) -> None:
         self._process = process
-        self._states: list[Any] = []
-
-    def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Do nothing, since no tensor is needed."""
-
-    def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
-        """Remember the requests of the next logits."""
-        self._states = [request.state for request in requests_with_new_token]
-        return torch.zeros(len(self._states), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         """The changed ``scores`` ``[requests, V]``."""

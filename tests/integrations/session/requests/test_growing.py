@@ -11,7 +11,7 @@ from oracles.language_models import make_model
 
 from kvloom.caches.tensors.storage import Storage
 from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.session import growing
+from kvloom.integrations.transformers.session.requests import growing
 
 NEW = 6
 REQUESTS = [x for x in random_requests(40, seed=5) if len(x) > 20][:16]

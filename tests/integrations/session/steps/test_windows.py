@@ -13,7 +13,7 @@ from oracles.batching import alone, session
 from transformers import MistralConfig, MistralForCausalLM
 
 from kvloom.integrations.transformers import KVCache, continuous_batching, enable
-from kvloom.integrations.transformers.session.groups import Limits, token_layers_of
+from kvloom.integrations.transformers.session.requests.groups import Limits, token_layers_of
 from kvloom.ops.impl import cpu
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ def test_requests_have_the_tokens_of_generate_and_find_what_they_share(name: str
             names = running.manager.add_requests(requests)
             running.run()
             assert [running.outputs[name].generated_tokens for name in names] == wanted
-            running.cache.check()
+            running.cache.requests.check()
             found.append(running.manager.report().tokens_found - sum(found))
     whole = sum((len(x) - 1) // 16 * 16 for x in requests)
     assert found == [4 * (len(system) // 16 * 16), whole]
@@ -75,7 +75,7 @@ def test_random_sessions(name: str, kv: str, seed: int) -> None:
     with session(model, {"max_new_tokens": NEW}, **options) as running:
         program.run(running)
         assert running.manager.report().active == 0
-        running.cache.check()
+        running.cache.requests.check()
     for request, which in program.asked.items():
         if request in running.outputs:
             assert running.outputs[request].generated_tokens == wanted(name, kv, which)

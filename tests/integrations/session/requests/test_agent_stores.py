@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from integrations.models.test_families import family
-from integrations.session.test_agent_sessions import ask, outcome, sessions, store_in
-from integrations.session.test_stores import KINDS, NEW, stem
+from integrations.session.requests.test_agent_sessions import ask, outcome, sessions, store_in
+from integrations.session.requests.test_stores import KINDS, NEW, stem
 from oracles.pairs import in_turn
 
-from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
-from kvloom.integrations.transformers.session.store_reads import Read
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
+from kvloom.integrations.transformers.session.requests.store_reads import Read
 from kvloom.store.tiers.tier import ReadPages
 
 
@@ -31,7 +31,7 @@ def test_a_store_has_the_last_page_in_part(name: str, page_size: int, tmp_path: 
             given, turn = ask(running, asked)
             assert given == expected
             assert outcome(turn) == (67, 67, "")
-            running.cache.check()
+            running.cache.requests.check()
             assert ask(running, asked + given)[1].num_restored == len(asked) + NEW - 1
 
 
@@ -94,7 +94,7 @@ def test_a_page_in_part_has_all_of_its_tokens(tmp_path: Path) -> None:
         answer, _ = ask(running, prompt)
     text = (prompt + answer)[:-1]
     with sessions(model, store=store_in(tmp_path)) as running:
-        reads = running.cache.prefixes.reads
+        reads = running.cache.requests.prefixes.reads
         taken = []
         for starts in ((0, 32), (48, 48), (0, 64)):
             for below, start in zip(reads._below, starts, strict=True):
@@ -104,6 +104,6 @@ def test_a_page_in_part_has_all_of_its_tokens(tmp_path: Path) -> None:
                 assert pieces.result()
             part = reads.take_part(48, 60)
             taken.append((part.end, len(part.refs), part.is_end))
-            for group, ref in zip(running.cache.groups, part.refs, strict=False):
+            for group, ref in zip(running.cache.requests.groups, part.refs, strict=False):
                 group.pages.pool.release(ref)
         assert taken == [(60, 2, False), (60, 2, False), (48, 0, False)]

@@ -11,6 +11,7 @@ from oracles.changes import ADAPTERS, ATTENTIONS, CHANGES, UNDONE, adapted_model
 from oracles.language_models import make_model
 
 from kvloom.integrations.transformers import continuous_batching
+from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 
 PROMPT = torch.randint(3, 199, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -54,3 +55,20 @@ def test_requests_that_ran_during_a_change_publish_nothing() -> None:
         assert found == 0
     continuous_batching(model, None)
     assert tokens == alone(model, PROMPT, 40)
+
+
+def test_a_step_looks_at_the_model_once_however_many_requests_fill_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, looks = make_model(), list[int]()
+    continuous_batching(model)
+    state = ModelWatch.state
+    monkeypatch.setattr(ModelWatch, "state", lambda watch: looks.append(1) or state(watch))
+    with session(model, {"max_new_tokens": 20}) as running:
+        running.manager.add_requests([[3 + i, *PROMPT[:29]] for i in range(5)])
+        running.step()
+        for num_filled in (0, 5, 0):  # each has 31, 32 and 33 tokens then
+            looks.clear()
+            running.step()
+            assert len(looks) == (num_filled > 0)
+        assert running.manager.report().running == 5

@@ -6,16 +6,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from oracles.interrupts import interrupted
 from transformers import LlamaConfig
 
 from kvloom.caches import CacheFormat
 from kvloom.core.entries import Entry, SideFormat
+from kvloom.core.text import Text
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec
 from kvloom.integrations.transformers.session.cache import BatchCache
-from kvloom.integrations.transformers.session.held import Text
+from kvloom.integrations.transformers.session.requests.groups import Limits
+from kvloom.integrations.transformers.session.requests.prompt import Prompt
 
 PAGE = 16
 
@@ -33,9 +34,9 @@ def test_a_step_that_fills_a_page_costs_the_same_behind_any_number_of_tokens() -
         for num_new in (PAGE * num_pages, PAGE):
             step(cache, state, num_new)
         lines.append(interrupted(0, partial(step, cache, state, PAGE)))
-        cache.check()
+        cache.requests.check()
         tokens = state.initial_tokens + state.generated_tokens
-        assert cache.num_known(tokens, "", len(tokens)) == len(tokens)
+        assert cache.requests.num_known(Prompt("b", Text(tokens), "", None, len(tokens))) == len(tokens)
     assert max(lines) <= 1.05 * min(lines)  # a look-up by hash passes others of the same place
 
 
@@ -43,8 +44,8 @@ def cache_of(num_pages: int) -> BatchCache:
     config = LlamaConfig(hidden_size=16, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     form, device, side = CacheFormat(page_size=PAGE), torch.device("cpu"), SideFormat(16, "float32")
     layers = {0: LayerSpec(0, "full_attention", None, entry=Entry(1, side, side))}
-    cache = BatchCache(config, layers, form, device, max_pages=num_pages, max_batch_tokens=PAGE, share=True)
-    cache.pages.make_room(num_pages)
+    cache = BatchCache(config, Limits(layers, form, 1024, PAGE), device, max_pages=num_pages, share=True)
+    cache.requests.pages.make_room(num_pages)
     return cache
 
 
@@ -56,15 +57,3 @@ def step(cache: BatchCache, state: Any, num_new: int) -> None:
     complete = cache.count_new_complete_blocks(state, num_new)
     state.length += num_new
     cache.mark_complete_blocks(state, complete)
-
-
-@pytest.mark.parametrize("num_tokens", range(6))
-def test_the_text_of_a_request_is_that_of_its_parts(num_tokens: int) -> None:
-    both = [10, 11, 12, 20, 21]
-    text, want = Text(both[:3], [*both[3:], 99], num_tokens), both[:num_tokens]
-    assert len(text) == num_tokens and [*text] == want
-    for start in range(6):
-        for stop in range(7):
-            assert text[start:stop] == want[start:stop]
-    with pytest.raises(IndexError):
-        text[num_tokens]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integrations.session.requests.test_sharing import PROMPT, ask
 from integrations.session.test_programs import NEW, REQUESTS, SESSIONS, Program
-from integrations.session.test_sharing import PROMPT, ask
 from oracles.batching import GREEDY, Session, alone, batching_config, session
 from oracles.language_models import make_model
 from transformers import GenerationConfig
@@ -167,7 +167,7 @@ def test_what_gives_way_is_the_policys_choice(model: Any) -> None:
         names = [manager.add_request(x) for x in REQUESTS]
         running.run()
         assert [running.outputs[x].generated_tokens for x in names] == expected
-        assert running.cache.pages.pool.worth is not None
+        assert running.cache.requests.pages.pool.worth is not None
         evicted = [more for _, kind, _, _, more in manager.events if kind == "miss"]
         assert any(x["cause"] == "evicted" for x in evicted) and not any("more" in x for x in evicted)
     continuous_batching(model)

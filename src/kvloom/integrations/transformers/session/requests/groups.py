@@ -20,7 +20,7 @@ from kvloom.integrations.transformers.fingerprint.per_state import once_per_stat
 from kvloom.integrations.transformers.models.cache_argument import argument_of
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec, layers_of
 from kvloom.integrations.transformers.models.seen import entries_seen
-from kvloom.integrations.transformers.session.growing import GrowingPages
+from kvloom.integrations.transformers.session.requests.growing import GrowingPages
 
 STATES_SHARE: Final = 2
 """Ratio of bytes of pages to bytes of recurrent states that can be found."""
@@ -103,6 +103,7 @@ class Limits:
         max_batch_tokens: Largest number of tokens in a step.
 
     Attributes:
+        layers, format, num_requests, max_batch_tokens: As above.
         codes: Groups of all layers, those without a window first.
         residuals: Groups of the residual windows of layers that keep codes, in the same order.
     """
@@ -110,7 +111,8 @@ class Limits:
     def __init__(
         self, layers: TokenLayers, format: CacheFormat, num_requests: int, max_batch_tokens: int
     ) -> None:
-        size = format.page_size
+        self.layers, self.format = layers, format
+        self.num_requests, self.max_batch_tokens, size = num_requests, max_batch_tokens, format.page_size
         self.codes, self.residuals = list[GroupPlan](), list[GroupPlan]()
         for window in sorted({x.window for x in layers.values()}, key=lambda x: x or 0):
             own = {i: x.entry for i, x in layers.items() if x.window == window and x.entry is not None}
@@ -147,6 +149,24 @@ class Limits:
             low, high = (middle, high) if self.nbytes(middle) <= room else (low, middle - 1)
         return low
 
+    def fitted(self, room: int, specs: Sequence[StateSpec]) -> "tuple[Limits, int]":
+        """Limits for ``room`` bytes, and the largest number of pages of the first group that fits with all.
+
+        Args:
+            room: Bytes for all pages and states.
+            specs: Specs of the recurrent states of a request; empty for models without states.
+
+        Returns:
+            These limits, with fewer requests in a step if their residual windows and recurrent states need
+            more than half of ``room``; and the number of pages.
+        """
+        states = self.num_requests * _COPIES * sum(x.nbytes for x in specs)
+        if self.residual_bytes + states > room // 2 and self.num_requests > 1:
+            fewer = Limits(self.layers, self.format, self.num_requests // 2, self.max_batch_tokens)
+            return fewer.fitted(room, specs)
+        room -= states
+        return self, self.most(room * STATES_SHARE // (STATES_SHARE + 1) if specs else room)
+
     @property
     def residual_bytes(self) -> int:
         """Bytes of the residual windows of all requests of a step."""
@@ -156,34 +176,3 @@ class Limits:
 def page_bytes(layers: TokenLayers, format: CacheFormat) -> int:
     """Bytes of a page in all layers, scales included."""
     return sum(x.page_bytes for x in Limits(layers, format, 0, 0).codes)
-
-
-def plan_pages(
-    layers: TokenLayers,
-    format: CacheFormat,
-    room: int,
-    num_requests: int,
-    max_batch_tokens: int,
-    specs: Sequence[StateSpec],
-) -> tuple[int, int]:
-    """Largest number of pages of the first group that fit into ``room`` bytes with those of all others.
-
-    Args:
-        layers: Layers that keep keys and values.
-        format: Cache format of the tokens.
-        room: Bytes for all pages and states.
-        num_requests: Largest number of requests in a step.
-        max_batch_tokens: Largest number of tokens in a step.
-        specs: Specs of the recurrent states of a request; empty for models without states.
-
-    Returns:
-        The number of pages, and the number of requests in a step, reduced until their residual windows and
-        recurrent states fit into half of ``room``.
-    """
-    while True:
-        limits = Limits(layers, format, num_requests, max_batch_tokens)
-        states = num_requests * _COPIES * sum(x.nbytes for x in specs)
-        if limits.residual_bytes + states <= room // 2 or num_requests == 1:
-            room -= states
-            return limits.most(room * STATES_SHARE // (STATES_SHARE + 1) if specs else room), num_requests
-        num_requests //= 2

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from integrations.models.test_families import family
-from integrations.session.test_stores import KINDS, NEW, stem, url_of
+from integrations.session.requests.test_stores import KINDS, NEW, stem, url_of
 from oracles.batching import Session, session
 from oracles.pairs import in_turn
 from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, stateful_model
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.session.agent_sessions import AgentSessions, AgentTurn, num_common
+from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions, num_common
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
 from kvloom.store import KVStore
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from integrations.models.test_families import family
+from integrations.session.requests.test_sharing import PROMPT
 from integrations.session.test_programs import NEW, REQUESTS, SESSIONS, Program
-from integrations.session.test_sharing import PROMPT
 from oracles.batching import GREEDY, alone, random_requests, session
 from oracles.bits import assert_same_bits, generator
 from oracles.language_models import make_model
@@ -28,7 +28,7 @@ from kvloom.integrations.transformers import KVCache, KVPool, continuous_batchin
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec
 from kvloom.integrations.transformers.session import manager
 from kvloom.integrations.transformers.session.cache import BatchCache
-from kvloom.integrations.transformers.session.groups import Limits, token_layers_of
+from kvloom.integrations.transformers.session.requests.groups import Limits, token_layers_of
 from kvloom.ops.impl import cpu
 
 HEADS, DIM, RECENT = 2, 32, 20
@@ -59,7 +59,7 @@ def cache_of(format: CacheFormat, window: int | None, num_layers: int = 1) -> Ba
     side, device = SideFormat(DIM, "float32"), torch.device("cpu")
     layer = LayerSpec(0, "full_attention", None, window=window, entry=Entry(HEADS, side, side))
     layers = dict.fromkeys(range(num_layers), layer)
-    return BatchCache(config, layers, format, device, max_pages=400, max_batch_tokens=2048, share=False)
+    return BatchCache(config, Limits(layers, format, 1024, 2048), device, max_pages=400, share=False)
 
 
 def compare(got: Tensor, want: Tensor) -> None:
@@ -74,7 +74,7 @@ def attend(cache: BatchCache, states: list[Any], counts: list[int], *tensors: Te
         assert cache.can_store_request_tokens(state, count)
         cache.extend_read_and_write_indices(state.request_id, state.current_len(), count, None, None)
     out = cache.steps.attend(0, *tensors, ops.Scores())
-    cache.check()
+    cache.requests.check()
     return out
 
 

@@ -9,8 +9,10 @@ from oracles.asked import Asked
 from oracles.batching import alone, session
 from oracles.language_models import make_model
 
+from kvloom.core.text import Text
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import continuous_batching
+from kvloom.integrations.transformers.session.requests.prompt import Prompt as Request
 
 PROMPT = [3 + (7 * i) % 90 for i in range(70)]
 
@@ -175,6 +177,8 @@ def test_a_request_that_begins_asks_each_page_once(model: Any, monkeypatch: pyte
         ask(running, PROMPT)
         name = running.manager.add_request(PROMPT)
         asked = Asked(monkeypatch)
-        held = running.processor.cache.prefixes.begin_request(name, PROMPT, 70, "", 69, None)
+        held = running.processor.cache.requests.prefixes.begin_request(
+            Request(name, Text(PROMPT), "", None, 69)
+        )
         held.table.release()
         assert asked.walks == [4]

@@ -113,7 +113,7 @@ def test_pools_and_sessions_find_what_the_other_stored(kv: str, tmp_path: Path) 
 OTHER = """
 import sys
 from pathlib import Path
-from integrations.session.test_stores import family, prompts, session_with_store, tokens_of
+from integrations.session.requests.test_stores import family, prompts, session_with_store, tokens_of
 
 with session_with_store(Path(sys.argv[1]), family("Gemma3")) as running:
     print(tokens_of(running, prompts()), running.manager.report().tokens_found)
@@ -126,7 +126,7 @@ def test_another_process_finds_it(tmp_path: Path) -> None:
     with session_with_store(tmp_path, family("Gemma3")) as running:
         expected = tokens_of(running, requests)
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
-    folder = Path(__file__).parents[2]
+    folder = Path(__file__).parents[3]
     process = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder)
     assert process.stdout == f"{expected} {whole_pages(requests)}\n", process.stderr
 
@@ -195,7 +195,7 @@ def test_requests_run_while_the_store_of_another_is_read(
         assert not {*names[:2]} & {*running.outputs}
         assert not running.step()  # nothing else is left to do
         may_go_on.set()
-        while not running.cache.prefixes.reads.is_done(names[0]):
+        while not running.cache.requests.prefixes.reads.is_done(names[0]):
             time.sleep(0.01)
         running.run()
         assert [running.outputs[name].generated_tokens for name in names[:2]] == expected * 2
@@ -214,7 +214,7 @@ def test_a_request_that_is_cancelled_while_its_store_is_read_leaves_nothing(
     with session_with_store(tmp_path, model) as running:
         names = running.manager.add_requests([prompt, other])
         running.step()
-        reads = running.cache.prefixes.reads
+        reads = running.cache.requests.prefixes.reads
         assert [reads.has(name) for name in names] == [True, False]
         running.manager.cancel_request(names[0])
         running.run()

@@ -7,8 +7,10 @@ from typing import Any, Final, NamedTuple
 
 from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.caches.prefixes.search import Needed
+from kvloom.core.text import Text
 from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.pool.identity import Identity
+from kvloom.integrations.transformers.session.requests.prompt import Prompt
 from kvloom.paging import PageRef
 from kvloom.store.below import StoreBelow
 from kvloom.store.store import KVStore
@@ -28,7 +30,7 @@ class Read(NamedTuple):
         pieces: Pieces of these tokens, and of tokens after them that the store had.
     """
 
-    asked: tuple[str, int, list[int]]
+    asked: tuple[str, int, Sequence[int]]
     pieces: Future[list[ReadPages]]
 
 
@@ -58,22 +60,22 @@ class SessionBelow(StoreBelow):
         self.now: Read | None = None
         super().__init__(*args)
 
-    def read_ahead(self, readers: Readers, needed: Needed, rest: Sequence[int], salt: str) -> "Read | None":
+    def read_ahead(self, readers: Readers, needed: Needed, text: Text, salt: str) -> "Read | None":
         """Start to ``load`` the missing part of a text; ``None`` if the store has no continuation of it.
 
         Args:
             readers: Threads that read.
-            needed: Tokens of the text, and the first missing one.
-            rest: Tokens after them that may fill a page in part.
+            needed: First tokens of the text, and the first missing one.
+            text: These, and tokens after them that may fill a page in part.
             salt: Scope of the text in the store.
         """
-        tokens, start = [*needed.tokens, *rest], needed.start
-        if start >= len(tokens) or self.store.find(self.fingerprint, salt, tokens, start) <= start:
+        start = needed.start
+        if start >= len(text) or self.store.find(self.fingerprint, salt, text, start) <= start:
             return None
-        key = salt, start, tuple(tokens)
+        key = salt, start, tuple(text)
         if key not in self._ahead:
-            pieces = readers.submit(partial(super().load, tokens, start, salt))
-            self._ahead[key] = Read((salt, start, list(needed.tokens)), pieces)
+            pieces = readers.submit(partial(super().load, text, start, salt))
+            self._ahead[key] = Read((salt, start, needed.tokens), pieces)
         return self._ahead[key]
 
     def forget(self, read: "Read") -> None:
@@ -84,7 +86,7 @@ class SessionBelow(StoreBelow):
     def load(self, tokens: Sequence[int], start: int, salt: str) -> list[ReadPages]:
         """Pieces that were read ahead if they match the arguments, else as in a pool."""
         read = self.now
-        if read is None or read.asked != (salt, start, [*tokens]) or read.pieces.cancelled():
+        if read is None or read.asked != (salt, start, tokens) or read.pieces.cancelled():
             return super().load(tokens, start, salt)
         return read.pieces.result()
 
@@ -114,6 +116,7 @@ class StoreReads:
         self._on_read: Callable[[object], None] = lambda read: on_read()
         self.state, self._groups, self._readers = state, groups, Readers(_MOST)
         self._reads: dict[str, list[tuple[SessionBelow, Read]]] = {}
+        self._texts: dict[str, Text] = {}
         own = zip(identity.fingerprints, identity.storages, strict=True)
         of_layers = {_name(storages): (fingerprint, storages) for fingerprint, storages in own}
         model = identity.seconds_per_token, identity.probe
@@ -124,28 +127,27 @@ class StoreReads:
         for group, below in zip(groups, self._below, strict=True):
             group.below = below
 
-    def is_read(
-        self, request_id: str, needed: Callable[[], Sequence[tuple[Needed, Sequence[int]]]], salt: str
-    ) -> bool:
+    def is_read(self, prompt: Prompt, needed: Callable[[], Sequence[tuple[Needed, Text]]], salt: str) -> bool:
         """Whether a request may begin, since its reads are done. The first call starts them.
 
         Args:
-            request_id: Id of the request.
-            needed: Function that returns, for each group, the needed tokens of the prompt, and the tokens
-                after them that may fill a page in part.
+            prompt: Prompt of the request.
+            needed: Function that returns, for each group, the needed tokens of the prompt, and the text of
+                these and of those after them that may fill a page in part.
             salt: Scope of the prompt in stores.
         """
-        if request_id not in self._reads:
+        if prompt.name not in self._reads:
             if sum(map(bool, self._reads.values())) >= _MOST:
                 return False
             begun = [
-                (below, below.read_ahead(self._readers, own, rest, salt))
-                for below, (own, rest) in zip(self._below, needed(), strict=True)
+                (below, below.read_ahead(self._readers, own, text, salt))
+                for below, (own, text) in zip(self._below, needed(), strict=True)
             ]
-            self._reads[request_id] = [(below, read) for below, read in begun if read is not None]
-            for _, read in self._reads[request_id]:
+            self._texts[prompt.name] = prompt.text
+            self._reads[prompt.name] = [(below, read) for below, read in begun if read is not None]
+            for _, read in self._reads[prompt.name]:
                 read.pieces.add_done_callback(self._on_read)
-        return self.is_done(request_id)
+        return self.is_done(prompt.name)
 
     def is_done(self, request_id: str) -> bool:
         """Whether no read of a request is running."""
@@ -155,10 +157,12 @@ class StoreReads:
         """Whether there are reads for a request."""
         return bool(self._reads.get(request_id))
 
-    def begin(self, request_id: str) -> None:
-        """Let ``load`` return the reads of a request, until ``drop``."""
-        for below, read in self._reads.get(request_id, ()):
+    def begin(self, prompt: Prompt) -> Text:
+        """Let ``load`` return the reads of a request, until ``drop``; its text, whose digests are known."""
+        for below, read in self._reads.get(prompt.name, ()):
             below.now = read
+        text = self._texts.get(prompt.name)
+        return prompt.text if text is None or text != prompt.text else text
 
     def take_part(self, num_tokens: int, most: int) -> "PartialPage":
         """The partial page that stores have, for the request that begins.
@@ -199,6 +203,7 @@ class StoreReads:
 
     def drop(self, request_id: str) -> None:
         """Drop the reads of a request that has begun or was cancelled."""
+        self._texts.pop(request_id, None)
         for below, read in self._reads.pop(request_id, ()):
             below.now = None
             below.forget(read)
