@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
+from kvloom.core.arguments import expect_within
 from kvloom.errors import ArgumentError
 
 KEYS_VARIABLE: Final = "KVLOOM_API_KEY"
@@ -113,12 +114,6 @@ class Settings:
         """Scheme and host of the server's URLs, without a port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.tls_certificate is None else 'https'}://{host}"
-
-
-def expect_within(name: str, value: float, low: float, high: float) -> None:
-    """Raise ArgumentError unless a number is from ``low`` to ``high``; a NaN is not."""
-    if not low <= value <= high:
-        raise ArgumentError(f"{name} must be from {low:,} to {high:,}, got {value}")
 
 
 def expect_writable(name: str, path: Path) -> None:

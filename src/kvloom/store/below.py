@@ -16,7 +16,7 @@ from kvloom.store.digests import TextDigests
 from kvloom.store.fingerprint import Fingerprint, Probe
 from kvloom.store.format import page_bytes
 from kvloom.store.store import KVStore, open_store
-from kvloom.store.survey import Verdict, look
+from kvloom.store.survey import Verdict, look_at
 from kvloom.store.tiers.limits import evictions
 from kvloom.store.tiers.tier import ReadPages
 from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_digest, unpack
@@ -251,10 +251,10 @@ class StoreBelow:
         tier = self.store.tiers[0]
         backend = connect(tier.url, _TIMEOUT)
         objects = sorted(backend.list_stored())
-        found = [look(backend, x, tier.sums) for x in survey.runs_of(objects)]
+        found = [look_at(backend, x, tier.sums) for x in survey.runs_of(objects)]
         evicted = evictions(backend, objects, tier.sums.folder(self.fingerprint.digest))
         size = self._pages.format.page_size
-        return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
+        return list(survey.verdicts_on(found, evicted, self.fingerprint, salt, tokens, size))
 
     def has_storages(self) -> bool:
         """Whether the pool has the format of the store; allocates its tensors if there are none."""

@@ -13,6 +13,8 @@ from kvloom.paging import expect_salt
 
 DIGEST_BYTES: Final = 32
 """Bytes of a SHA-256 digest."""
+_MAX_TEXTS: Final = 4
+"""Texts whose digests are kept."""
 
 
 def salt_digest(salt: str) -> bytes:
@@ -117,8 +119,8 @@ class TextDigests:
 class LastTexts:
     """Cache of the ``TextDigests`` of the last texts, so that no digest is computed twice. Thread-safe."""
 
-    def __init__(self, max_texts: int = 4) -> None:
-        self._kept: deque[TextDigests] = deque(maxlen=max_texts)
+    def __init__(self) -> None:
+        self._kept: deque[TextDigests] = deque(maxlen=_MAX_TEXTS)
 
     def prefixes(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> TextDigests:
         """``TextDigests`` of a text, cached.

@@ -63,7 +63,7 @@ class Job:
     is_cancelled: bool = False
 
 
-def answer(model: Any, pool: KVPool, job: Job, deliver: Callable[[PictureOutput], None]) -> None:
+def answer_by_generate(model: Any, pool: KVPool, job: Job, deliver: Callable[[PictureOutput], None]) -> None:
     """Compute an answer, and let later ones find its pages.
 
     Args:
