@@ -10,8 +10,7 @@ from typing import Final
 
 _PACKAGE: Final = "kvloom."
 _INTO: Final = {
-    "caches.layers": "assigning fixed fixed_recent groups index_keys kinds layer paged quantized"
-    " read_only ring",
+    "caches.layers": "assigning fixed groups index_keys kinds layer paged quantized read_only ring",
     "caches.prefixes": "found states step",
     "caches.rows": "page_slots pages placement row saving sequences",
     "caches.tensors": "absorption chosen memory storage token_index tokens transform",
@@ -31,6 +30,8 @@ _INTO: Final = {
 }
 """Modules that each package has taken from the package around it, names and all."""
 MOVED: Final = {
+    "caches.changes": "caches.layer_set",
+    "caches.fixed_recent": "caches.layers.ring",
     "caches.prefix": "caches.prefixes.cache",
     "caches.prefix_group": "caches.prefixes.group",
     "integrations.transformers.batching": "integrations.transformers.session",

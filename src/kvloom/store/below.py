@@ -163,7 +163,8 @@ class StoreBelow:
         if num_pages <= start or not self._keeps_alike():
             return
         if kept.prefixes is None:
-            kept.prefixes = store.prefixes(whose, salt, tokens[: num_pages * size]).copy()
+            text = tokens[: num_pages * size]
+            kept.prefixes = store.prefixes(whose, salt, text).copy(len(text))
         prefixes = kept.prefixes
         prefixes.extend(tokens[prefixes.num_tokens : num_pages * size])
         nbytes = whose.num_heads * page_bytes(whose, size)

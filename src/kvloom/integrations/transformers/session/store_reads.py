@@ -183,7 +183,7 @@ class StoreReads:
             return PartialPage(num_tokens, refs, False)
         try:
             for group, below, pieces in zip(self._groups, self._below, found, strict=True):
-                group.make_room(1)
+                group.pages.make_room(1)
                 refs += group.pages.pool.take(1)
                 below.write_part(pieces, refs[-1], num_tokens, end)
         except (OutOfPages, MemoryError):

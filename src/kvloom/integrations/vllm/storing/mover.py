@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from kvloom.core.text import Text
 from kvloom.integrations.vllm.blocks import Blocks
 from kvloom.integrations.vllm.storing.planner import Transfer, TransferPlan
 from kvloom.integrations.vllm.storing.recurrent import States
@@ -77,12 +78,13 @@ class Mover:
             torch.distributed.all_reduce(aside, torch.distributed.ReduceOp.MAX, group=self._ranks.cpu_group)
             self.is_aside = bool(aside)
         for save in () if self.is_aside else plan.saves:
-            for run in self._wanted(save):
+            text = Text(save.tokens)
+            for run in self._wanted(save, text):
                 packed = self._gathered(self._blocks.pack(save.blocks, run))
                 if packed is not None:
                     size = self._blocks.page_size
-                    text = save.tokens[: run.stop * size]
-                    self._store.save(self._fingerprint, save.salt, text, run.start * size, size, packed)
+                    own = text[: run.stop * size], run.start * size, size, packed
+                    self._store.save(self._fingerprint, save.salt, *own)
                     self.counts["tokens_saved"] += len(run) * size
         for save in () if self.is_aside else plan.states:
             self._save_states(save)
@@ -102,12 +104,12 @@ class Mover:
 
     def _read(self, load: Transfer) -> bool:
         """Read the tokens of a request; returns whether all were read."""
-        at, end = load.start, len(load.tokens)
+        at, end, text = load.start, len(load.tokens), Text(load.tokens)
         try:
             for attempt in range(0 if self.is_aside else 2):
                 if attempt:  # another process wrote it a moment ago
                     self._refresh()
-                pieces = self._store.load(self._fingerprint, load.salt, load.tokens, at, heads=self._heads)
+                pieces = self._store.load(self._fingerprint, load.salt, text, at, heads=self._heads)
                 for piece in pieces:
                     self._blocks.unpack(piece, load.blocks, end)
                     at = piece.segment.end
@@ -133,28 +135,28 @@ class Mover:
         """Copy the states after the tokens of a request, if the stores do not have them."""
         if self._states is None:
             return
-        whose, end = self._states.fingerprint, len(save.tokens)
-        prefixes = self._store.prefixes(whose, save.salt, save.tokens)
+        whose, end, text = self._states.fingerprint, len(save.tokens), Text(save.tokens)
+        prefixes = self._store.prefixes(whose, save.salt, text)
         is_missing = self._store.missing(whose, prefixes, range(end, end + 1))
         if is_missing and self._store.has_room(self._states.nbytes):
-            self._store.save(whose, save.salt, save.tokens, end - 1, 1, self._states.pack(save.states))
+            self._store.save(whose, save.salt, text, end - 1, 1, self._states.pack(save.states))
 
     def _refresh(self) -> None:
         self._store.refresh(self._fingerprint)
         if self._states is not None:
             self._store.refresh(self._states.fingerprint)
 
-    def _wanted(self, save: Transfer) -> list[range]:
+    def _wanted(self, save: Transfer, text: Text) -> list[range]:
         """Contiguous ranges of pages to write, decided by the first rank."""
         if self._ranks is None:
-            return self._missing(save)
-        mine = self._missing(save) if self._ranks.rank_in_group == 0 else None
+            return self._missing(save, text)
+        mine = self._missing(save, text) if self._ranks.rank_in_group == 0 else None
         runs: list[range] = self._ranks.broadcast_object(mine, src=0)
         return runs
 
-    def _missing(self, save: Transfer) -> list[range]:
+    def _missing(self, save: Transfer, text: Text) -> list[range]:
         size, end = self._blocks.page_size, len(save.tokens)
-        prefixes = self._store.prefixes(self._fingerprint, save.salt, save.tokens)
+        prefixes = self._store.prefixes(self._fingerprint, save.salt, text)
         ends = range(save.start + size, end + 1, size)
         pages = [x // size - 1 for x in self._store.missing(self._fingerprint, prefixes, ends)]
         nbytes = self._blocks.page_bytes * (1 if self._ranks is None else self._ranks.world_size)

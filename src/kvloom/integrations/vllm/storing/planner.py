@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvloom.core.text import Text
 from kvloom.integrations.vllm.storing.recurrent import StateGroups
 from kvloom.store import Fingerprint, KVStore
 
@@ -205,11 +206,12 @@ class Planner:
         return blocks if self._states is None else self._states.pages(blocks)
 
     def _find(self, salt: str, tokens: list[int], start: int) -> int:
-        end = self._store.find(self._fingerprint, salt, tokens, start)
+        text = Text(tokens)
+        end = self._store.find(self._fingerprint, salt, text, start)
         if (whose := self._of_states) is None:
             return end
         for behind in range(end // self._size * self._size, start, -self._size):
-            if self._store.find(whose, salt, tokens[:behind], behind - 1) == behind:
+            if self._store.find(whose, salt, text[:behind], behind - 1) == behind:
                 return behind
         return start
 
