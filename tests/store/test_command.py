@@ -71,7 +71,7 @@ def test_show_tells_everything_of_the_run_that_a_name_begins(
     assert main(["store", "show", str(folder), name]) == 0
     assert "fingerprint weights     wwwwwwww" in capsys.readouterr().out
     assert main(["store", "show", str(folder), "x"]) == 2
-    assert "NAME must begin one run" in capsys.readouterr().err
+    assert "NAME must be the beginning of one run's name" in capsys.readouterr().err
 
 
 def test_verify_finds_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

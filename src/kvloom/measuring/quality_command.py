@@ -163,7 +163,9 @@ def _expect_plan(args: argparse.Namespace) -> None:
     """Check that options of a plan fit together."""
     is_sized = args.bits is not None or args.budget is not None
     if args.plan is None and (is_sized or args.calibrate is not None):
-        raise ArgumentError("--plan must name the file of the plan that other options are for")
+        raise ArgumentError(
+            "--plan must be given with --bits, --budget or --calibrate, got one of them alone"
+        )
     if args.plan is not None and not is_sized:
         raise ArgumentError("--plan must have --bits or --budget beside it")
     if args.plan is not None and not is_plan(str(args.plan)):

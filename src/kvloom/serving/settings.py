@@ -92,7 +92,7 @@ class Settings:
         self._check_tls()
         if not self.api_keys and not is_loopback(self.host):
             raise ArgumentError(
-                f"host must be a loopback address without an API key, got {self.host!r}: set {KEYS_VARIABLE}"
+                f"host must be a loopback address unless {KEYS_VARIABLE} is set, got {self.host!r}"
             )
 
     def _check_tls(self) -> None:
@@ -105,7 +105,7 @@ class Settings:
                 context.load_cert_chain(self.tls_certificate, self.tls_key, password="")
             except (OSError, ValueError) as error:
                 raise ArgumentError(
-                    f"tls_certificate must be a file in PEM, and so its key, without a password, got "
+                    f"tls_certificate and its key must be files in PEM without a password, got "
                     f"{str(self.tls_certificate)!r} and {str(self.tls_key)!r}: {error}"
                 ) from error
 

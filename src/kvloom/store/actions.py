@@ -52,7 +52,9 @@ def show(args: argparse.Namespace) -> None:
     backend, objects = _opened(args)
     named = [x for x in runs_of(objects) if x.name.startswith(args.name)]
     if len(named) != 1:
-        raise ArgumentError(f"NAME must begin one run of the store, got {args.name!r}, with {len(named)}")
+        raise ArgumentError(
+            f"NAME must be the beginning of one run's name, got {args.name!r}, with which {len(named)} begin"
+        )
     described = _described(look_at(backend, named[0], read_sums(args.key_file), is_thorough=True))
     if args.json:
         _print_lines([described])

@@ -221,5 +221,5 @@ def test_v2_lite_expands_from_171_queries_on() -> None:
 def test_attention_in_both_directions_is_refused() -> None:
     both = common([2])
     both.causal = False
-    with pytest.raises(UnsupportedError, match="must be attended to causally, got causal=False"):
+    with pytest.raises(UnsupportedError, match="pages of kvloom must be causal, got causal=False"):
         latent_step_of(both, BLOCK, SIZES)

@@ -324,6 +324,6 @@ def _refuse_untold(name: str, layer: Any, skipped: list[str]) -> None:
     is_skipped = "sliding_window" in skipped and layer.sliding_window is not None
     if not is_skipped and str(extract_layer_index(name)) not in skipped:
         raise UnsupportedError(
-            f"kv_cache_dtype must be auto for a model whose layers have float pages in any case, "
-            f"as {name} has, got {asked!r}"
+            f"kv_cache_dtype must be auto for a model with layers that always have float pages, such as "
+            f"{name}, got {asked!r}"
         )
