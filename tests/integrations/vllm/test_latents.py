@@ -88,7 +88,9 @@ class Requests:
             at = torch.arange(len(latents))
             full_range = format.key.quant is not None and format.key.quant.full_range
             kept = latents.unsqueeze(1), rope.unsqueeze(1)
-            layer.store(*kept, row[at // size] * size + at % size, view, transform, full_range=full_range)
+            layer.store_in_pages(
+                *kept, row[at // size] * size + at % size, view, transform, full_range=full_range
+            )
         return view
 
     def step(self, sizes: LatentSizes | None = SIZES) -> LatentStep:

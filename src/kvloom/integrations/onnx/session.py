@@ -17,7 +17,7 @@ from torch import Tensor
 from kvloom.dialects import pmx
 from kvloom.errors import ArgumentError
 from kvloom.integrations.onnx.checks import check
-from kvloom.integrations.onnx.models import Model, calls, load
+from kvloom.integrations.onnx.models import Model, calls, load_proto
 from kvloom.integrations.onnx.operators import ATTENTION, DOMAINS, DYNAMIC, STATIC, OperatorSpec
 from kvloom.integrations.onnx.portable import portable
 
@@ -60,7 +60,7 @@ class Session:
     """
 
     def __init__(self, model: Model, *, backend: str = "reference") -> None:
-        proto = load(model)
+        proto = load_proto(model)
         check(proto)
         self._updated = in_out(proto.graph)
         self._session: Any

@@ -332,7 +332,7 @@ def _fingerprint(config: Any, own: list[Any], groups: list[Group], states: State
             f"all layers must have keys and values or states for a store, got layers {found}"
         )
     formats = tuple(layers[number] for number in sorted(layers))
-    attention = blocks.attention(groups) + (" beside recurrent layers of vLLM's" if recurrent else "")
+    attention = blocks.attention_text(groups) + (" beside recurrent layers of vLLM's" if recurrent else "")
     return identify(config, attention, formats)
 
 
