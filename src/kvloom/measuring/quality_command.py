@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvloom.core.arguments import expect_least, expect_options, read_text
+from kvloom.core.arguments import expect_least, expect_options, expect_within, read_text
 from kvloom.core.spelling import expect_kv, is_plan
 from kvloom.errors import ArgumentError
 from kvloom.measuring.key_statistics import STATISTICS, parse_statistics
@@ -140,8 +140,8 @@ def _tokens(text: str) -> int | str:
 
 
 def _expect_after(after: int | None, window: int) -> None:
-    if after is not None and not 0 <= after < window - 1:
-        raise ArgumentError(f"--after must be from 0 to {window - 2}, got {after}")
+    if after is not None:
+        expect_within("--after", after, 0, window - 2)
 
 
 def _within_positions(model: Any, window: int | str | None) -> int:
