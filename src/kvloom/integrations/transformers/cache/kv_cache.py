@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, SupportsIndex
+from typing import Any, ClassVar, Final, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from kvloom.caches import Cache, FixedLayer, PagedLayer, Sequences
+from kvloom.caches import Cache, CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.layers.fixed import too_long_for
 from kvloom.caches.rows.selection import repeated, selected
 from kvloom.errors import ArgumentError, OutOfPages
@@ -31,7 +31,6 @@ from kvloom.integrations.transformers.cache.lengths import (
     expect_one_length,
     lengths_of,
 )
-from kvloom.integrations.transformers.cache.pairs import PairGuard
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.cache.trial import record_past
 from kvloom.integrations.transformers.models.layer_specs import layers_of
@@ -51,6 +50,9 @@ class KVCache(StatefulCache):
     the cache is for inference. Beams, forks and repeated rows share pages; a page is copied when one of its
     holders writes it, so reordering and forking move no keys or values.
     """
+
+    of_encoder_decoder: "ClassVar[type[KVCache]]"
+    """Class of the caches of encoder-decoder models, which is made of this one."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
@@ -117,12 +119,15 @@ class KVCache(StatefulCache):
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
-        cache = cls(layers)
-        cache.pair_guard = PairGuard(model)
-        cache.remembered.memory = memory_of(model)
+        cache = (cls.of_encoder_decoder if model.config.is_encoder_decoder else cls)(layers)
+        cache._prepare(model, format)
         if rollback:
             record_past(model, cache, rollback)
         return cache
+
+    def _prepare(self, model: Any, format: CacheFormat) -> None:
+        """Fit an empty cache to a model."""
+        self.remembered.memory = memory_of(model)
 
     @classmethod
     def from_legacy_cache(
@@ -386,4 +391,4 @@ def _is_traceable(layer: Any, key_states: Tensor) -> bool:
     "KVCache of static=True that has seen the prompt"
 )
 def _update_between_graphs(cache: KVCache, *args: Any, **kwargs: Any) -> tuple[States, States]:
-    return KVCache.update(cache, *args, **kwargs)
+    return type(cache).update(cache, *args, **kwargs)
