@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from kvloom.caches.layers.fixed_recent import ring_slots
 from peers import RESIDUAL, Contender, installed, quantized
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvloom.caches.layers.fixed_recent import ring_slots
 from kvloom.core.entries import CODES, Entry, SideFormat
 from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.measuring.planned_bits import plan_bits

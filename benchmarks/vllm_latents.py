@@ -18,7 +18,7 @@ from kvloom.caches.tensors.absorption import LatentSizes
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import layer
 from kvloom.integrations.vllm.builder import VllmStep
-from kvloom.integrations.vllm.latents import attend_expanded, expanded_in
+from kvloom.integrations.vllm.latent.step import attend_expanded, expanded_in
 from kvloom.integrations.vllm.pages import PageFormat
 
 HEADS = 16

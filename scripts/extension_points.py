@@ -131,7 +131,10 @@ POINTS: Final = [
         "5.19",
     ),
     *_members(
-        f"{BATCHING}.continuous_api.OutputRouter", "deliver deliver_batch", "serving/session.py", "5.19"
+        f"{BATCHING}.continuous_api.OutputRouter",
+        "deliver deliver_batch",
+        "serving/answering/session.py",
+        "5.19",
     ),
 ]
 

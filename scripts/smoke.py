@@ -16,7 +16,7 @@ sys.stdout.write(
 )
 assert cpu_kernels() in ("baseline", "neon", "avx2", "avx512", "amx"), cpu_kernels()
 assert "site-packages" in kvloom.__path__[0], kvloom.__path__
-assert "function element(" in read_page("kvloom.serving", "dashboard.html")
+assert "function element(" in read_page("kvloom.serving.endpoints", "dashboard.html")
 
 spec = KVSpec(layers=1, heads=2, head_dim=16, dtype=torch.float32)
 kv = KVView.joint(spec.axes, spec.empty(num_tokens=8)[0])

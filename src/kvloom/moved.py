@@ -10,8 +10,7 @@ from typing import Final
 
 _PACKAGE: Final = "kvloom."
 _INTO: Final = {
-    "caches.layers": "assigning fixed fixed_recent groups index_keys kinds layer paged quantized"
-    " read_only ring",
+    "caches.layers": "assigning fixed groups index_keys kinds layer paged quantized read_only ring",
     "caches.prefixes": "found states step",
     "caches.rows": "page_slots pages placement row saving sequences",
     "caches.tensors": "absorption chosen memory storage token_index tokens transform",
@@ -22,9 +21,17 @@ _INTO: Final = {
     " text_config",
     "integrations.transformers.pool": "identity origin",
     "integrations.transformers.states": "grid mixers rollback",
+    "integrations.vllm.storing": "folder_weights mover planner recurrent watch",
+    "serving.answering": "answers picture_answers picture_chats prompts session vision",
+    "serving.endpoints": "agents asking dashboard metrics models response_items responses shapes tokens",
+    "serving.protocol": "fields messages pictures readers response_request sampling structured text tools"
+    " wanted",
+    "store.tiers": "catalog heads limits patience readers tier writer",
 }
 """Modules that each package has taken from the package around it, names and all."""
 MOVED: Final = {
+    "caches.changes": "caches.layer_set",
+    "caches.fixed_recent": "caches.layers.ring",
     "caches.prefix": "caches.prefixes.cache",
     "caches.prefix_group": "caches.prefixes.group",
     "integrations.transformers.batching": "integrations.transformers.session",
@@ -33,6 +40,12 @@ MOVED: Final = {
     "integrations.transformers.pool_prefixes": "integrations.transformers.pool.prefixes",
     "integrations.transformers.pool_states": "integrations.transformers.pool.states",
     "integrations.transformers.state_logs": "integrations.transformers.states.logs",
+    "integrations.vllm.latents": "integrations.vllm.latent.step",
+    "store.index_objects": "store.index",
+    "store.probe": "store.fingerprint",
+    "store.room": "store.tiers.limits",
+    "store.speed": "store.tiers.patience",
+    "store.threads": "store.tiers.readers",
 } | {
     f"{package.rpartition('.')[0]}.{name}": f"{package}.{name}"
     for package, names in _INTO.items()

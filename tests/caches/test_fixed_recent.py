@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounter
 
 from kvloom import ops
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer
-from kvloom.caches.layers.fixed_recent import ring_slots
 from kvloom.core.specs import QuantSpec
 from kvloom.ops.impl import cpu
 
@@ -33,7 +32,7 @@ def test_fixed_storage_has_the_bits_of_pages(recent: int, quant: QuantSpec) -> N
         assert_same_bits(fixed.append(key, -key).attend(query), paged.append(key, -key).attend(query), "out")
         for got, want in zip(fixed.gather(torch.float32), paged.gather(torch.float32), strict=True):
             assert_same_bits(got[:, :, : paged.num_tokens], want, "held")
-    assert fixed.nbytes_recent == 2 * 2 * HEADS * ring_slots(recent) * DIM * 4
+    assert fixed.nbytes_recent == 2 * 2 * HEADS * (-(-recent // 16) * 16 + 16) * DIM * 4
     assert fixed.nbytes_recent <= paged.nbytes_recent <= 3 * fixed.nbytes_recent
 
 
@@ -79,11 +78,11 @@ def test_every_step_is_one_graph() -> None:
 
     torch._dynamo.reset()
     step = torch.compile(attend, fullgraph=True, backend=counter)
-    where = [x.data_ptr() for x in layer._recent.ring.tensors]
+    where = [x.data_ptr() for x in layer._recent.storage.tensors[:2]]
     for i in range(50):
         key, query = tokens(2, 1, i), tokens(2, 1, 100 + i, 4)
         assert_same_bits(step(key, query), eager.append(key, -key).attend(query), "out")
     assert counter.frame_count == 1
-    assert [x.data_ptr() for x in layer._recent.ring.tensors] == where
+    assert [x.data_ptr() for x in layer._recent.storage.tensors[:2]] == where
     long = tokens(2, 50, 1)
     assert_same_bits(step(long, long), eager.append(long, -long).attend(long), "a long step")

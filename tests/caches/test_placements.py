@@ -260,7 +260,8 @@ def test_a_step_that_fails_takes_no_token_that_is_read_again() -> None:
     program = Program("fixed", "int4, 20 newest", None, 2)
     program.append(100)
     layer, new = program.place.layers[0], tokens(2, RESIDUAL_ROLLBACK, 5)
-    layer._recent.keep(new, new, layer.length, 0)
+    for ring in (layer._ring, layer._recent):
+        ring.add(new, new, layer.length, 120)
     program.append(1)
 
 

@@ -17,6 +17,7 @@ from oracles.ascend_cases import (
     assert_scatters,
     blocks,
     fork,
+    golden_nd_to_nz,
     lay_out,
     plan_call,
     settle,
@@ -119,7 +120,7 @@ def test_norm_and_fractal_caches_hold_the_same(data: st.DataObject) -> None:
     )
     rng = bits.generator(data.draw(st.integers(0, 9)))
     norm = token_call(dtype, index, rng, sizes=sizes, heads=heads)
-    fractal = {**fork(norm), **{name: ascend_golden.nd_to_nz(norm[name]) for name in CACHES}}
+    fractal = {**fork(norm), **{name: golden_nd_to_nz(norm[name]) for name in CACHES}}
     ascend.scatter_pa_kv_cache(**norm)
     ascend.scatter_pa_kv_cache(**fractal, cache_mode="PA_NZ")
     for name in CACHES:

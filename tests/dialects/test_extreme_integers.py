@@ -15,6 +15,7 @@ from oracles.ascend_cases import (
     fork,
     fused_call,
     gather_call,
+    golden_slot_mapping,
     keys_only,
     nz_call,
     plan_call,
@@ -171,7 +172,7 @@ def expect_right(function: Callable[..., Any], call: Call, after: Call, result: 
         case "run_lengths":
             assert result.tolist() == lengths_of_runs(**call)
         case "slot_mapping":
-            wanted = ascend_golden.slot_mapping(*call.values())
+            wanted = golden_slot_mapping(*call.values())
             assert [x if x >= 0 else "skipped" for x in result.tolist()] == [
                 x if x >= 0 else "skipped" for x in wanted
             ]

@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.graphics.html import read_page
 
-PAGES = [("kvloom.serving", "dashboard.html"), ("kvloom.tracing", "view.html")]
+PAGES = [("kvloom.serving.endpoints", "dashboard.html"), ("kvloom.tracing", "view.html")]
 FUNCTION = re.compile(r"^(?:async )?function (\w+)", re.MULTILINE)
 
 

@@ -20,7 +20,7 @@ def test_an_earlier_name_means_the_same_module(old: str) -> None:
 
 
 def test_a_module_of_a_moved_package_is_not_loaded_twice() -> None:
-    for name in ("report", "sizes"):
+    for name in ("report", "held"):
         found = import_module(f"{PACKAGE}batching.{name}")
         assert found is import_module(f"{PACKAGE}session.{name}") is sys.modules[found.__name__]
 

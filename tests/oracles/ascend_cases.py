@@ -259,3 +259,27 @@ def gather_call(
     )
     call["seq_lens"] = torch.tensor(lens, dtype=index)
     return call
+
+
+def golden_slot_mapping(block_table: Tensor, starts: Tensor, lengths: Tensor, block_size: int) -> list[int]:
+    """Slots of tokens starts[b] .. starts[b] + lengths[b] of each sequence."""
+    slots = []
+    for b, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        for t in range(start, start + length):
+            slots.append(int(block_table[b, t // block_size]) * block_size + t % block_size)
+    return slots
+
+
+def golden_nd_to_nz(nd: Tensor) -> Tensor:
+    """Convert [nb, bs, H, D] to [nb, H*D // last, bs, last], one element at a time."""
+    num_blocks, size, num_heads, head_size = nd.shape
+    last = 32 // nd.element_size()
+    shape = num_blocks, num_heads * head_size // last, size, last
+    nz = torch.zeros(shape, dtype=ascend_golden.WORD[nd.element_size()])
+    for b in range(num_blocks):
+        for o in range(size):
+            for h in range(num_heads):
+                for d in range(head_size):
+                    j = h * head_size + d
+                    nz[b, j // last, o, j % last] = ascend_golden.raw(nd)[b, o, h, d]
+    return nz.view(nd.dtype)

@@ -24,9 +24,9 @@ from transformers import ContinuousBatchingConfig
 from kvloom.cli import main
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
-from kvloom.serving.models import Model
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.endpoints.models import Model
 from kvloom.serving.server import application, listener_of, server_of
-from kvloom.serving.session import ServingSession
 from kvloom.serving.settings import Settings
 
 TEMPLATE = (

@@ -24,9 +24,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
-from kvloom.serving.models import Model
-from kvloom.serving.picture_chats import PictureChats
-from kvloom.serving.session import ServingSession
+from kvloom.serving.answering.picture_chats import PictureChats
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.endpoints.models import Model
 from kvloom.serving.settings import Settings
 from oracles.serving import Served, running
 

@@ -17,7 +17,7 @@ from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.integrations.transformers.session.penalties import CountPenalties, TokenBias
 from kvloom.integrations.transformers.session.sampling import Choice
 from kvloom.models import bundled_model_path
-from kvloom.serving.text import TextStream
+from kvloom.serving.protocol.text import TextStream
 
 OPTIONS: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 24}
 MODEL, TOKENIZER = load_model(bundled_model_path(), progress=False)

@@ -43,17 +43,17 @@ def test_pages_of_a_client_that_went_away_are_free_within_one_step(
         call = getattr(owner, name)
 
         def noted(request_id: str, *args: Any, **kwargs: Any) -> Any:
-            steps[name].append((request_id, cache.plan.num_steps))
+            steps[name].append((request_id, cache.steps.num_steps))
             return call(request_id, *args, **kwargs)
 
         monkeypatch.setattr(owner, name, noted)
 
     note(server.session.manager, "cancel_request")
     note(cache, "free_blocks")
-    first = cache.plan.num_steps
+    first = cache.steps.num_steps
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(request(stream=stream))
-        while cache.plan.num_steps < first + 3:
+        while cache.steps.num_steps < first + 3:
             time.sleep(0.001)
         if stream:
             assert connection.recv(20).startswith(b"HTTP/1.1 200")

@@ -15,7 +15,7 @@ import pytest
 from browsers import opened, screenshots, wait
 from oracles.serving import PROMPT, Served, paced, served
 
-from kvloom.serving import dashboard
+from kvloom.serving.endpoints import dashboard
 
 
 @pytest.fixture(scope="module")

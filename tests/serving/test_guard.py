@@ -21,8 +21,8 @@ import pytest
 from oracles.serving import PROMPT, Served, paced, served
 
 from kvloom.serving import server as server_module
-from kvloom.serving.replies import EventStream
-from kvloom.serving.session import ServingSession
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.endpoints.shapes import EventStream
 
 PATHS = [
     "/v1/chat/completions",

@@ -13,7 +13,7 @@ import pytest
 from oracles.serving import PROMPT, Served, served
 
 from kvloom.errors import ArgumentError
-from kvloom.serving.wanted import Wanted
+from kvloom.serving.protocol.wanted import Wanted
 
 VALUES: list[Any] = [
     -1,

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from kvloom.integrations.transformers import load_model
 from kvloom.integrations.transformers.session.sampling import LogProb
 from kvloom.models import bundled_model_path
-from kvloom.serving.replies import chat_logprobs, text_logprobs
-from kvloom.serving.text import Echo, TextStream
+from kvloom.serving.endpoints.shapes import chat_logprobs, text_logprobs
+from kvloom.serving.protocol.text import Echo, TextStream
 
 TOKENIZER = load_model(bundled_model_path(), progress=False)[1]
 OPTIONS: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 40, "logprobs": 2}

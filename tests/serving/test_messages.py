@@ -10,8 +10,8 @@ import pytest
 from oracles.serving import TEMPLATE, Served
 
 from kvloom.errors import ArgumentError
-from kvloom.serving.messages import Chat
-from kvloom.serving.wanted import Wanted
+from kvloom.serving.protocol.messages import Chat
+from kvloom.serving.protocol.wanted import Wanted
 
 READS_ALL = (
     "{% if not tools is defined %}{% set tools = none %}{% endif %}"

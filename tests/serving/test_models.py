@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.cli import main
 from kvloom.models import bundled_model_path
-from kvloom.serving.models import Model
+from kvloom.serving.endpoints.models import Model
 from kvloom.serving.settings import Settings
 
 SETTINGS = Settings(port=0, max_answers=2)

@@ -38,10 +38,10 @@ from transformers import ContinuousBatchingConfig
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import load_model
-from kvloom.serving.picture_chats import picture_chats
-from kvloom.serving.session import ServingSession
+from kvloom.serving.answering.picture_chats import picture_chats
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.answering.vision import processor_of
 from kvloom.serving.settings import Settings
-from kvloom.serving.vision import processor_of
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
-from kvloom.serving import asking
-from kvloom.serving.prompts import Prompts, most_bytes_per_token
+from kvloom.serving.answering.prompts import Prompts, most_bytes_per_token
+from kvloom.serving.endpoints import asking
 
 TOKENIZER = load_model(bundled_model_path(), progress=False)[1]
 LARGE = "word " * 16_000  # 80 kB, and not certainly too long

@@ -10,9 +10,9 @@ import pytest
 from oracles.serving import TEMPLATE, Served, served
 from pydantic import BaseModel, Field
 
-from kvloom.serving.readers import ReasoningText, ToolCall
-from kvloom.serving.response_items import Output
-from kvloom.serving.response_request import chat_of
+from kvloom.serving.endpoints.response_items import Output
+from kvloom.serving.protocol.readers import ReasoningText, ToolCall
+from kvloom.serving.protocol.response_request import chat_of
 
 OPTIONS: dict[str, Any] = {"model": "bundled", "input": "list files", "max_output_tokens": 12}
 USER = {"role": "user", "content": "list files"}

@@ -17,7 +17,7 @@ from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import continuous_batching
 from kvloom.integrations.transformers.session.manager import BatchingManager
 from kvloom.serving import server as server_module
-from kvloom.serving import session as session_module
+from kvloom.serving.answering import session as session_module
 from kvloom.serving.settings import Settings
 
 OPTIONS: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 8}

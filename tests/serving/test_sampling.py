@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvloom.integrations.transformers import load_model
 from kvloom.integrations.transformers.session.sampling import Choice
 from kvloom.models import bundled_model_path
-from kvloom.serving.text import TextStream
+from kvloom.serving.protocol.text import TextStream
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -torch.inf])
 

@@ -18,7 +18,7 @@ import kvloom.serving
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
-from kvloom.serving.structured import Grammar, Grammars, json_grammar
+from kvloom.serving.protocol.structured import Grammar, Grammars, json_grammar
 
 TOKENIZER = load_model(bundled_model_path(), progress=False)[1]
 EOS = 1

@@ -11,9 +11,9 @@ import openai
 import pytest
 from oracles.serving import Served, served
 
-from kvloom.serving.readers import ToolCall
-from kvloom.serving.structured import Grammars
-from kvloom.serving.tools import CallsText, ForcedCalls
+from kvloom.serving.protocol.readers import ToolCall
+from kvloom.serving.protocol.structured import Grammars
+from kvloom.serving.protocol.tools import CallsText, ForcedCalls
 
 TEMPLATE = (
     "{% for tool in tools or [] %}# tool {{ tool.function.name }}\n{% endfor %}"

@@ -16,8 +16,8 @@ from kvloom.models import bundled_model_path
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
 from kvloom.store.digests import TextDigests
-from kvloom.store.limits import evictions
 from kvloom.store.survey import look, runs_of, why
+from kvloom.store.tiers.limits import evictions
 
 TOKENS = list(range(20, 36))
 

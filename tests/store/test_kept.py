@@ -14,12 +14,13 @@ from oracles.interrupts import interrupted
 from store.runs import fingerprint, make_run
 from store.test_store import WHOSE, found, save
 
+from kvloom.core.text import Text
 from kvloom.store import KVStore
-from kvloom.store.digests import LastTexts, TextDigests, salt_digest
+from kvloom.store.digests import TextDigests, digests_of, salt_digest
 from kvloom.store.format import DamagedRun
-from kvloom.store.heads import Heads
 from kvloom.store.index import Index, IndexEntry
 from kvloom.store.sums import PLAIN, checksum
+from kvloom.store.tiers.heads import Heads
 
 TEXT = list(range(40))
 
@@ -79,17 +80,32 @@ def test_heads_are_kept_within_their_bytes() -> None:
     assert not heads._kept and not heads._num_bytes
 
 
-def test_digests_that_are_kept_are_those_of_the_text() -> None:
-    texts, rng = LastTexts(), random.Random(0)
-    whose = (WHOSE.digest, fingerprint(rope="x").digest)
-    for _ in range(2000):
-        cut = rng.choice((0, 3, 10, 40))
-        tokens = [*TEXT[:cut], *rng.choices(range(3), k=rng.randint(0, 6))]
-        model, salt = rng.choice(whose), salt_digest(rng.choice("ab"))
-        ends = sorted(rng.sample(range(len(tokens) + 1), min(len(tokens), 4)))
-        kept = texts.prefixes(model, salt, tokens)
-        assert kept.digests(ends) == TextDigests(model, salt, tokens).digests(ends)
-        assert all(end <= len(tokens) for end in kept._known)
+def test_digests_that_a_text_keeps_are_those_of_its_prefixes() -> None:
+    rng, whose = random.Random(0), (WHOSE.digest, fingerprint(rope="x").digest)
+    for _ in range(100):
+        text = Text(TEXT)
+        for _ in range(20):
+            part = text[: rng.randint(0, len(text))]
+            model, salt = rng.choice(whose), salt_digest(rng.choice("ab"))
+            ends = sorted(rng.sample(range(len(part) + 1), min(len(part), 4)))
+            kept = digests_of(model, salt, part)
+            assert kept.digests(ends) == TextDigests(model, salt, list(part)).digests(ends)
+            size = rng.choice((1, 3, 4))
+            assert kept.pages(size, 0, len(part)) == tuple(kept.digests(range(size, len(part) + 1, size)))
+            assert digests_of(model, salt, part) is kept
+
+
+def test_a_copy_of_digests_goes_on_with_another_text() -> None:
+    whose = WHOSE.digest, salt_digest("")
+    for num_hashed, num_kept in product((0, 7, 40), (0, 7, 40)):
+        first = TextDigests(*whose, TEXT)
+        first.digests(range(num_hashed + 1))
+        other = first.copy(num_kept)
+        other.extend([5, 6, 7])
+        wanted = TextDigests(*whose, [*TEXT[:num_kept], 5, 6, 7])
+        ends = range(num_kept + 4)
+        assert other.digests(ends) == wanted.digests(ends)
+        assert first.digests(range(41)) == TextDigests(*whose, TEXT).digests(range(41))
 
 
 @pytest.mark.parametrize("sizes", [(2,), (1,), (2, 3), (2, 4, 8), (3, 5, 2, 4)])
@@ -165,13 +181,13 @@ def test_a_store_is_told_of_uses_once_a_second(tmp_path: Path, monkeypatch: pyte
 
 
 def test_threads_share_what_is_kept() -> None:
-    texts, problems = LastTexts(), []
+    text, problems = Text(TEXT), []
     wanted = TextDigests(WHOSE.digest, salt_digest(""), TEXT).digests(range(41))
 
     def work() -> None:
         for i in range(300):
             end = i % 41
-            if texts.prefixes(WHOSE.digest, salt_digest(""), TEXT[:end]).digests([end]) != [wanted[end]]:
+            if digests_of(WHOSE.digest, salt_digest(""), text[:end]).digests([end]) != [wanted[end]]:
                 problems.append(end)
 
     threads = [threading.Thread(target=work) for _ in range(4)]

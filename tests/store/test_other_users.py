@@ -15,8 +15,8 @@ from store.test_store import WHOSE, content, found, save
 
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
+from kvloom.store.fingerprint import Probe
 from kvloom.store.names import probe_name
-from kvloom.store.probe import Probe
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_bytes": 1 << 20}])

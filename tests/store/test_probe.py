@@ -12,8 +12,8 @@ from store.test_store import WHOSE, found, save
 from kvloom.cli import main
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
+from kvloom.store.fingerprint import Probe
 from kvloom.store.names import ObjectKind, kind_of, probe_name
-from kvloom.store.probe import Probe
 
 TEXT = [1, 2, 3, 4]
 NAME = probe_name(WHOSE.folder)

@@ -15,12 +15,10 @@ from store.runs import make_run
 from store.test_store import SIZE, WHOSE, content, found, save
 
 from kvloom.store import KVStore
-from kvloom.store.index import IndexEntry
-from kvloom.store.index_objects import write_index
+from kvloom.store.index import IndexEntry, write_index
 from kvloom.store.names import ObjectKind, index_name, kind_of
-from kvloom.store.patience import Patience
-from kvloom.store.speed import Speed
 from kvloom.store.sums import PLAIN
+from kvloom.store.tiers.patience import Patience, Speed
 
 TEXT = [1, 2, 3, 4]
 A_WHILE = 60.0
@@ -118,7 +116,7 @@ def test_what_was_too_slow_is_measured_again(
         assert load(reader, TEXT) == 0
         assert reader.counts["tokens_not_worth_reading"] == 4
         later = time.monotonic() + 100
-        monkeypatch.setattr("kvloom.store.speed.time.monotonic", lambda: later)
+        monkeypatch.setattr("kvloom.store.tiers.patience.time.monotonic", lambda: later)
         for _ in range(1000):  # each reads once behind whoever computes
             if load(reader, TEXT) == 4:
                 break

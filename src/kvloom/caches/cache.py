@@ -1,53 +1,36 @@
-"""A cache as a list of layers: the one place where their rows, lengths and forks change together.
+"""A cache as a list of layers, with the names of transformers.
 
 Shapes: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
 head dims.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvloom.caches.changes import Change
-from kvloom.caches.layers.groups import Groups
+from kvloom.caches.layer_set import LayerSet
 from kvloom.caches.layers.kinds import DynamicLayer, StaticLayer
 from kvloom.caches.layers.layer import Layer, cropped_length, expect_config
-from kvloom.caches.layers.paged import PagedLayer
 from kvloom.caches.layers.quantized import QuantizedLayer
 from kvloom.caches.rows.selection import reordered, repeated, selected
-from kvloom.caches.rows.sequences import Sequences, reserving
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
-from kvloom.errors import ArgumentError, ShapeError, StateError
-from kvloom.paging import whole
+from kvloom.errors import ArgumentError, ShapeError
 
 
-class Cache:
+class Cache(LayerSet):
     """Keys and values of all layers of a model.
-
-    Layers in pages may share sequences; then rows and lengths are changed once for all of them.
 
     Args:
         layers: One layer of any kind for each attention layer of the model.
         make_layer: Makes the layer after ``layers`` when ``update`` first names it; ``None`` to refuse that.
-
-    Attributes:
-        is_inconsistent: Whether a change of rows or lengths broke off between layers; call ``reset`` then.
     """
 
     def __init__(self, layers: Iterable[Layer] = (), make_layer: Callable[[], Layer] | None = None) -> None:
-        self.layers = list(layers)
-        self.is_inconsistent = False
+        super().__init__(layers)
         self._make_layer = make_layer
-        self._groups = Groups()
-        self._find_groups()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._find_groups()  # files of earlier releases have none of residual windows
 
     @classmethod
     def dynamic(cls, num_layers: int | None = None) -> "Cache":
@@ -186,52 +169,6 @@ class Cache:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return (self[i] for i in range(len(self.layers)))
 
-    @property
-    def sequences(self) -> list[Sequences]:
-        """Sequences of the layers in pages, one for each window and number of removed tokens.
-
-        Those of residual windows follow, in the same order.
-        """
-        if self._groups.num_changes != self._num_changes:
-            self._find_groups()
-        return self._sequences
-
-    @property
-    def lengths(self) -> set[int]:
-        """Numbers of tokens that layers in pages have seen, also in a forward that broke off."""
-        return {x.num_positions + self._removed[x] for x in self.sequences}
-
-    @property
-    def num_removed(self) -> list[int]:
-        """For each of ``sequences``, the number of tokens that its layers have seen and no longer hold."""
-        return [self._removed[x] for x in self.sequences]
-
-    @property
-    def num_rows(self) -> int:
-        """B; 0 before the first update."""
-        return self.layers[0].size if self.layers else 0
-
-    @property
-    def num_pages_held(self) -> int:
-        """Pages that hold tokens of this cache or its forks; a shared page counts once."""
-        return sum(x.num_pages_held for x in self.sequences if x.is_required)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated in all layers."""
-        return sum(layer.nbytes for layer in self.layers)
-
-    @contextmanager
-    def reserving(self, layer: PagedLayer, rows: int, end: int) -> Iterator[None]:
-        """Reserve pages for the first ``end`` tokens of ``layer`` in all layers, or in none.
-
-        Raises:
-            OutOfPages: as ``Sequences.reserve``; nothing was changed.
-        """
-        end += layer.num_removed
-        with reserving({x: end - self._removed[x] for x in self.sequences}, rows):
-            yield
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence i by sequence ``beam_idx[i]``, in every layer."""
         self._choose(reordered, beam_idx)
@@ -254,79 +191,6 @@ class Cache:
         longest = max((layer.num_tokens for layer in self.layers), default=0)
         self.make(self.change_of_length(partial(cropped_length, num_tokens), longest))
 
-    def change_of_rows(self, rows: Sequence[int]) -> Change:
-        """Plan a change that replaces sequence i by sequence ``rows[i]``.
-
-        Raises:
-            StateError: layers cannot be changed now.
-        """
-        self.expect_consistent()
-        self._find_groups()  # a caller may have replaced layers
-        for layer in self.layers:
-            layer.expect_settled()
-        own = [layer for layer in self.layers if layer.sequences is None]
-        return Change(
-            [partial(layer.select, torch.tensor(rows)) for layer in own],
-            [partial(sequences.select, rows) for sequences in self.sequences],
-        )
-
-    def change_of_length(
-        self, keep: Callable[[int], int], longest: int, counts: Sequence[int] | None = None
-    ) -> Change:
-        """Plan a change that removes the last tokens.
-
-        Args:
-            keep: Function from a number of tokens to the number that remains.
-            longest: Number of tokens of the longest layer, also in a forward that broke off.
-            counts: Number of tokens that each row loses, if they differ; all layers are then in pages.
-
-        Raises:
-            StateError: layers cannot be changed now, or later tokens would see tokens that a window has
-                evicted.
-        """
-        self.expect_consistent()
-        self._find_groups()
-        end_of_longest = keep(longest)
-        # Each group keeps tokens of those that it would have if no forward had broken off.
-        kept = {x: keep(longest - self._removed[x]) for x in self.sequences}
-        most = max(kept.values(), default=0)
-        layers, removals, shortenings = list[Any](), list[Any](), list[Any]()
-        for layer in self.layers:
-            layer.expect_settled()
-            held = layer.num_tokens
-            if isinstance(layer, PagedLayer):
-                end = min(kept[layer.sequences], held)
-                shortenings.append(partial(self._shorten, layer, most - kept[layer.sequences]))
-            else:
-                end = min(end_of_longest, held)
-                layers.append(partial(layer.truncate, end))
-            layer.expect_truncatable(end)
-        for x in self.sequences:
-            removed = [max(x.num_positions - kept[x], 0)] * x.size if counts is None else counts
-            x.expect_removable(removed)
-            removals.append(partial(x.remove, removed))
-        return Change(layers, [*removals, *shortenings, self._find_groups])
-
-    @whole
-    def make(self, change: Change, others: Sequence[Callable[[], Any]] = ()) -> None:
-        """Make a change of all layers.
-
-        Args:
-            change: The change, planned since the last other one.
-            others: Changes of other states of the tokens, kept elsewhere. One that raises may be half made.
-        """
-        for i, step in enumerate((*change.layers, *others)):
-            self.is_inconsistent = i > 0 or i >= len(change.layers)  # if this one raises
-            step()
-        for step in change.tables:
-            step()
-        self.is_inconsistent = False
-
-    def forks(self) -> dict[Sequences, Sequences]:
-        """Fork each of ``sequences``, for forks of the layers that share them."""
-        self._find_groups()
-        return {sequences: sequences.fork() for sequences in self.sequences}
-
     def fork(self) -> "Cache":
         """Another cache of the same tokens; tokens that one stores are not seen by the other.
 
@@ -336,58 +200,16 @@ class Cache:
         forks = self.forks()
         return Cache((layer.fork(forks) for layer in self.layers), self._make_layer)
 
-    def reset(self) -> None:
-        """Forget all tokens."""
-        for layer in self.layers:
-            layer.reset()
-        self.regroup()
-
-    def regroup(self) -> None:
-        """Let layers share sequences again, after each of them was reset."""
-        whole, numbers = [layer for layer in self._paged if layer.window is None], set[int]()
-        residual: Sequences | None = None
-        for layer in whole:
-            first = whole[0].sequences
-            if layer.sequences.format == first.format and layer.index not in numbers:
-                layer.sequences = first
-                residual = residual or layer.residual
-                layer.residual = None if layer.residual is None else residual
-                numbers.add(layer.index)
-        self._find_groups()
-        self.is_inconsistent = False
-
-    def expect_consistent(self) -> None:
-        """Raise StateError if a change of rows or lengths broke off between two layers."""
-        if self.is_inconsistent:
-            raise StateError("layers must have the same rows: a change of them broke off, reset the cache")
-
     @classmethod
     def _of(cls, make_layer: Callable[[], Layer], num_layers: int | None) -> "Cache":
         if num_layers is None:
             return cls(make_layer=make_layer)
         return cls(make_layer() for _ in range(expect_config("num_layers", num_layers, 1)))
 
-    def _find_groups(self) -> None:
-        self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        for layer in self._paged:
-            layer.groups = self._groups
-        self._removed = {layer.sequences: layer.num_removed for layer in self._paged}
-        # Groups of full attention first: they need the most pages, so a lack of pages shows at once.
-        first = sorted(self._removed, key=lambda sequences: sequences.window is not None)
-        beside = {layer.residual: layer for layer in self._paged if layer.residual is not None}
-        self._removed |= {residual: layer.num_removed for residual, layer in beside.items()}
-        self._sequences = [*first, *sorted(beside, key=lambda x: first.index(beside[x].sequences))]
-        self._num_changes = self._groups.num_changes
-
     def _choose(self, rows_of: Callable[[Any, int], list[int]], given: Any) -> None:
         self.expect_consistent()
         if self.num_rows:
             self.make(self.change_of_rows(rows_of(given, self.num_rows)))
-
-    def _shorten(self, layer: PagedLayer, num_removed: int) -> None:
-        """Set the numbers of tokens of a layer to those of its sequences."""
-        layer.truncate(min(layer.num_tokens, layer.sequences.num_positions))
-        layer.num_removed = num_removed
 
     def _layer(self, layer_idx: int) -> Layer:
         """Layer ``layer_idx``, or an empty one in its place if ``update`` is still to make it."""

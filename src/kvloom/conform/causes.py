@@ -6,10 +6,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvloom.conform.comparing import agrees
-from kvloom.conform.describe import Operator, Results
+from kvloom.conform.describe import Operator, Results, Vector
 from kvloom.conform.mistakes import MISTAKES, Mistake
 from kvloom.conform.operators import OPERATORS
-from kvloom.conform.vectors import Vector
 
 
 class Cause(NamedTuple):

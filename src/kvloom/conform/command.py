@@ -110,9 +110,8 @@ def _vectors(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from kvloom.conform import vectors
-    from kvloom.conform.html_report import as_html
     from kvloom.conform.isolation import isolated
-    from kvloom.conform.reports import as_json, as_junit, print_report, progress
+    from kvloom.conform.reports import as_html, as_json, as_junit, print_report, progress
     from kvloom.conform.running import run
     from kvloom.conform.targets import TIMEOUT
 

@@ -7,8 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.conform.describe import Operator, Results
-from kvloom.conform.vectors import Vector, describe_tensor
+from kvloom.conform.describe import Operator, Results, Vector, describe_tensor
 
 _WORD: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TOLERANCE: Final = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -148,6 +148,27 @@ class Operator:
         return {**defaults, **{name: x for name, x in call.items() if x is not None}}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Vector:
+    """Call of an operator, and its expected results.
+
+    Attributes:
+        name: ``DIALECT/NUMBER``.
+        dialect: Name of its operator.
+        about: Short description.
+        call: Arguments by name.
+        expected: Results by name; ``None`` for a call that must be refused.
+        refused: Name of the wrong argument; ``""`` for a legal call.
+    """
+
+    name: str
+    dialect: str
+    about: str
+    call: Call
+    expected: Results | None
+    refused: str = ""
+
+
 def problems(operator: Operator, call: Call) -> list[tuple[str, str]]:
     """Problems of ``call``, as (argument, sentence)."""
     call = operator.complete(call)
@@ -269,3 +290,8 @@ def bad_calls(operator: Operator, call: Call, draw: Draw) -> list[tuple[str, str
 
 def _none_of(values: tuple[Any, ...]) -> Any:
     return max(values) + 5 if all(isinstance(v, int) for v in values) else "nonsense"
+
+
+def describe_tensor(x: Tensor) -> str:
+    """Describe a tensor, such as ``float16 [2, 3]``."""
+    return f"{dtype_name(x.dtype)} {list(x.shape)}"

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from kvloom.conform.describe import Call, Operator, Results
+from kvloom.conform.describe import Call, Operator, Results, Vector
 from kvloom.conform.operators import OPERATORS
 from kvloom.conform.outcomes import CallRefused, NoAnswer, Target, Unsupported
 from kvloom.conform.targets import TIMEOUT, at, ended, open_target
-from kvloom.conform.vectors import Vector
 from kvloom.errors import ArgumentError
 
 _START: Final = 120.0

@@ -9,9 +9,8 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from kvloom.conform.describe import Call, Operator, Results
+from kvloom.conform.describe import Call, Operator, Results, Vector
 from kvloom.conform.outcomes import CallRefused, Unsupported
-from kvloom.conform.vectors import Vector
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.vectors import Vector
+from kvloom.conform.describe import Call, Operator, Results, Vector
 
 
 class CallRefused(Exception):

@@ -1,20 +1,24 @@
-"""Reports of a run: in the terminal, as JSON, and as JUnit XML."""
+"""Reports of a run: in the terminal, as JSON, as JUnit XML, and as one self-contained page of HTML."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html import escape
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from torch import Tensor
 
+from kvloom.conform.describe import describe_tensor
 from kvloom.conform.judging import named
 from kvloom.conform.running import Outcome, Report
-from kvloom.conform.vectors import VERSION, describe_tensor
+from kvloom.conform.vectors import VERSION
 
 _SHOWN = 5
 """Maximum number of failures in the terminal."""
 _VALUES = 16
+_STYLE = Path(__file__).with_suffix(".css")
 
 
 @contextmanager
@@ -41,34 +45,34 @@ def progress(dialect: str, total: int) -> Iterator[Callable[[Outcome], None]]:
 def print_report(report: Report) -> None:
     """Print a report to the terminal."""
     from rich.console import Console
-    from rich.markup import escape
+    from rich.markup import escape as plain
 
     console = Console(highlight=False)
     for outcome in report.failures[:_SHOWN]:
         console.print(
-            f"[bold red]failed[/] [bold]{escape(outcome.vector.name)}[/]  {escape(outcome.vector.about)}"
+            f"[bold red]failed[/] [bold]{plain(outcome.vector.name)}[/]  {plain(outcome.vector.about)}"
         )
-        console.print(f"  {escape(outcome.message)}")
+        console.print(f"  {plain(outcome.message)}")
         difference = outcome.difference
         if difference is not None and difference.at:
-            console.print(f"  first at {escape(coordinates(outcome))}")
+            console.print(f"  first at {plain(coordinates(outcome))}")
             console.print(f"    got      {difference.got}")
             console.print(f"    expected {difference.expected}")
         for cause in outcome.causes[:3]:
-            console.print(f"  [yellow]{escape(cause.name)}[/]: {escape(cause.text)}")
+            console.print(f"  [yellow]{plain(cause.name)}[/]: {plain(cause.text)}")
     more = len(report.failures) - _SHOWN
     if more > 0:
         console.print(f"... and {more} more; --html FILE shows all of them")
     skipped = {outcome.message for outcome in report.outcomes if outcome.status == "skipped"}
     for reason in sorted(skipped)[:3]:
-        console.print(f"skipped: {escape(reason)}")
+        console.print(f"skipped: {plain(reason)}")
     if report.cause is not None:
         console.print(
-            f"[bold]cause of {counted(report)}[/]: [yellow]{escape(report.cause.name)}[/]: "
-            f"{escape(report.cause.text)}"
+            f"[bold]cause of {counted(report)}[/]: [yellow]{plain(report.cause.name)}[/]: "
+            f"{plain(report.cause.text)}"
         )
     color = "green" if report.passed else "red"
-    console.print(f"[bold {color}]{escape(report.dialect)}: {summary(report)}[/]")
+    console.print(f"[bold {color}]{plain(report.dialect)}: {summary(report)}[/]")
 
 
 def summary(report: Report) -> str:
@@ -172,3 +176,98 @@ def as_junit(report: Report) -> str:
 def _plain(text: str) -> str:
     """``text`` without characters that XML does not allow."""
     return "".join(c if c in "\n\t" or ord(c) >= 32 else "?" for c in text)
+
+
+def as_html(report: Report) -> str:
+    """HTML page of a report."""
+    verdict = "passed" if report.passed else "failed" if report.failures else "skipped"
+    word = {"passed": "conforms", "failed": "differs", "skipped": "nothing ran"}[verdict]
+    tiles = "".join(
+        f'<div class="tile {status if count else ""}"><b>{count}</b><span>{status}</span></div>'
+        for status in ("passed", "failed", "skipped")
+        for count in [report.count(status)]
+    )
+    cells = "".join(_cell(outcome, number) for number, outcome in enumerate(report.outcomes))
+    cause = ""
+    if report.cause is not None:
+        cause = (
+            f'<div class="cause">Cause of {counted(report)}: '
+            f"<b>{escape(report.cause.name)}</b><br>{escape(report.cause.text)}</div>"
+        )
+    numbers = {outcome: number for number, outcome in enumerate(report.outcomes)}
+    failures = "".join(
+        _failure(outcome, numbers[outcome], is_open=place == 0)
+        for place, outcome in enumerate(report.failures)
+    )
+    skipped = "".join(
+        f"<li>{escape(reason)}</li>"
+        for reason in sorted({o.message for o in report.outcomes if o.status == "skipped"})
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(report.dialect)}: {summary(report)}</title>
+<style>{_STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body><main>
+<h1><code>{escape(report.dialect)}</code>
+<span class="verdict {verdict}">{word}</span></h1>
+<p class="sub">Target <code>{escape(report.target)}</code></p>
+<div class="tiles">{tiles}</div>
+<div class="grid">{cells}</div>
+<p class="sub">One mark a vector, in order; round ones are calls that must be refused. Red ones lead to
+their failure.</p>
+{cause}
+{"<h2>Failures</h2>" + failures if failures else ""}
+{"<h2>Skipped</h2><ul>" + skipped + "</ul>" if skipped else ""}
+<footer>kvloom conform, vectors of version {VERSION}. One vector again: <code>kvloom conform run --dialect
+{escape(report.dialect)} {escape(report.target)} --vector NUMBER</code></footer>
+</main>
+<script>
+for (const mark of document.querySelectorAll("a[href]")) mark.onclick = () => {{
+  document.querySelector(mark.getAttribute("href")).open = true;
+}};
+</script>
+</body></html>
+"""
+
+
+def _cell(outcome: Outcome, number: int) -> str:
+    kind = f"{outcome.status}{' refused' if outcome.vector.expected is None else ''}"
+    title = escape(f"{outcome.vector.name}: {outcome.vector.about}")
+    if outcome.status == "failed":
+        return f'<a class="{kind}" title="{title}" href="#v{number}"></a>'
+    return f'<i class="{kind}" title="{title}"></i>'
+
+
+def _failure(outcome: Outcome, number: int, is_open: bool) -> str:
+    rows = []
+    difference = outcome.difference
+    if difference is not None and difference.at:
+        axes = " ".join(axis for axis, _ in difference.at)
+        rows = [
+            (
+                "first difference",
+                f"<code>{escape(coordinates(outcome))}</code> in the layout [{escape(axes)}]",
+            ),
+            ("got", f'<code class="got">{escape(difference.got)}</code>'),
+            ("expected", f'<code class="want">{escape(difference.expected)}</code>'),
+        ]
+    found = "".join(f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in rows)
+    table = f"<table>{found}</table>" if found else ""
+    causes = "".join(
+        f'<div class="cause"><b>{escape(cause.name)}</b><br>{escape(cause.text)}</div>'
+        for cause in outcome.causes[:3]
+    )
+    call = "".join(
+        f"<tr><th><code>{escape(name)}</code></th><td><code>{escape(text)}</code></td></tr>"
+        for name, text in arguments(outcome)
+    )
+    return (
+        f'<details id="v{number}"{" open" if is_open else ""}><summary><b>{escape(outcome.vector.name)}</b>'
+        f'<span>{escape(outcome.vector.about)}</span></summary><div class="body">'
+        f"<p>{escape(outcome.message)}</p>{table}{causes}"
+        f"<h2>Arguments</h2><table>{call}</table></div></details>"
+    )

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from kvloom.conform.causes import Cause, decisive, explain
 from kvloom.conform.comparing import Difference, changed_argument, first_difference
-from kvloom.conform.describe import Results
+from kvloom.conform.describe import Results, Vector
 from kvloom.conform.judging import named
 from kvloom.conform.operators import OPERATORS
 from kvloom.conform.outcomes import CallRefused, NoAnswer, Target, Unsupported
-from kvloom.conform.vectors import Vector
 
 _EXPLAINED: Final = 4
 _TRIED: Final = 12

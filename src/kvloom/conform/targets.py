@@ -16,10 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.conform.describe import Call, Operator, Results, result_shape
+from kvloom.conform.describe import Call, Operator, Results, Vector, result_shape
 from kvloom.conform.judging import named
 from kvloom.conform.outcomes import CallRefused, NoAnswer, Target, Unsupported
-from kvloom.conform.vectors import Vector
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
@@ -116,6 +115,12 @@ def _outputs_like(vector: Vector, operator: Operator) -> Results:
     return found
 
 
+def _parts(call: Call) -> tuple[Results, Call]:
+    """Tensors of a call by name, lists of them flattened; and its other arguments."""
+    tensors = {name: x for name, x in named(call).items() if isinstance(x, Tensor)}
+    return tensors, {name: x for name, x in call.items() if not {name, f"{name}.0"} & tensors.keys()}
+
+
 class _CTensor(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -140,10 +145,7 @@ class _CFunction:
         self._function.restype = ctypes.c_int
 
     def __call__(self, operator: Operator, vector: Vector, call: Call) -> Results:
-        tensors = {name: x for name, x in named(call).items() if isinstance(x, Tensor)}
-        attributes = {name: x for name, x in call.items() if not isinstance(x, Tensor | list)}
-        attributes |= {name: x for name, x in call.items() if isinstance(x, list) and name not in tensors
-                       and f"{name}.0" not in tensors}  # fmt: skip
+        tensors, attributes = _parts(call)
         outputs = _outputs_like(vector, operator)
         message = ctypes.create_string_buffer(self._MESSAGE)
         status = self._function(
@@ -183,15 +185,11 @@ class _Command:
     def __call__(self, operator: Operator, vector: Vector, call: Call) -> Results:
         from safetensors.torch import load_file, save_file
 
-        everything = named(call)
-        tensors = {name: x.contiguous() for name, x in everything.items() if isinstance(x, Tensor)}
-        said = {
-            name: x for name, x in call.items() if not isinstance(x, Tensor) and f"{name}.0" not in tensors
-        }
+        tensors, attributes = _parts(call)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
-            save_file(tensors, path / "call.safetensors")
-            description = {"operator": operator.name, "vector": vector.name, "attributes": said}
+            save_file({name: x.contiguous() for name, x in tensors.items()}, path / "call.safetensors")
+            description = {"operator": operator.name, "vector": vector.name, "attributes": attributes}
             (path / "call.json").write_text(json.dumps(description), encoding="utf-8")
             status, text = self._run(folder, vector)
             if status < 0:

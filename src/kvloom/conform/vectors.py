@@ -3,17 +3,16 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from kvloom.conform.describe import Argument, Call, Operator, Results, bad_calls
+from kvloom.conform.describe import Argument, Call, Vector, bad_calls
 from kvloom.conform.draw import Draw
 from kvloom.conform.operators import OPERATORS
-from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
 VERSION: Final = 3
@@ -22,27 +21,6 @@ SEED: Final = 1
 REFUSALS: Final = 20
 """Maximum number of calls of each operator that must be refused."""
 _IN_CHECKOUT: Final = Path(__file__).parents[3] / "vectors/src/kvloom_conform/vectors"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Vector:
-    """Call of an operator, and its expected results.
-
-    Attributes:
-        name: ``DIALECT/NUMBER``.
-        dialect: A key of ``OPERATORS``.
-        about: Short description.
-        call: Arguments by name.
-        expected: Results by name; ``None`` for a call that must be refused.
-        refused: Name of the wrong argument; ``""`` for a legal call.
-    """
-
-    name: str
-    dialect: str
-    about: str
-    call: Call
-    expected: Results | None
-    refused: str = ""
 
 
 def published() -> Path:
@@ -94,7 +72,7 @@ def write(folder: Path, dialects: list[str], seed: int = SEED, count: int | None
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {"format": "kvloom-vectors", "version": VERSION, "seed": seed, "dialects": {}}
     for dialect in dialects:
-        tensors: dict[str, Tensor] = {}
+        operator, tensors = OPERATORS[dialect], dict[str, Tensor]()
         entries = [_entry(vector, tensors) for vector in make(dialect, seed, count)]
         file = folder / f"{dialect}.safetensors"
         save_file(tensors, file)
@@ -102,9 +80,9 @@ def write(folder: Path, dialects: list[str], seed: int = SEED, count: int | None
             "format": "kvloom-vectors",
             "version": VERSION,
             "dialect": dialect,
-            "document": OPERATORS[dialect].document,
-            "arguments": [_argument(a) for a in OPERATORS[dialect].arguments],
-            "results": {name: OPERATORS[dialect].how(name) for name in _result_names(OPERATORS[dialect])},
+            "document": operator.document,
+            "arguments": [_argument(a) for a in operator.arguments],
+            "results": {name: operator.how(name) for name in (*operator.outputs, *operator.updated)},
             "vectors": entries,
         }
         text = json.dumps(manifest, separators=(",", ":"))
@@ -184,25 +162,10 @@ def _read_value(x: Any, tensors: dict[str, Tensor]) -> Any:
     return stored.as_strided(x["shape"], x["strides"], x["offset"]) if "shape" in x else stored
 
 
-def _argument(argument: Any) -> dict[str, Any]:
-    fields = (
-        "name",
-        "shape",
-        "dtypes",
-        "shape_of",
-        "is_updated",
-        "is_optional",
-        "is_list",
-        "default",
-        "only",
-        "low",
-    )
-    said = {name: getattr(argument, name) for name in fields}
+def _argument(argument: Argument) -> dict[str, Any]:
+    said = {field.name: getattr(argument, field.name) for field in fields(argument)}
+    del said["is_input"]
     return {name: x for name, x in said.items() if x not in (None, "", (), False)}
-
-
-def _result_names(operator: Operator) -> list[str]:
-    return [*operator.outputs, *operator.updated]
 
 
 def argument_text(argument: Argument) -> str:
@@ -227,8 +190,3 @@ def argument_text(argument: Argument) -> str:
     if argument.is_optional:
         words.append("optional")
     return ", ".join(words)
-
-
-def describe_tensor(x: Tensor) -> str:
-    """Describe a tensor, such as ``float16 [2, 3]``."""
-    return f"{dtype_name(x.dtype)} {list(x.shape)}"

@@ -10,7 +10,7 @@ def read_page(package: str, name: str) -> str:
     """Read a page of a package; ``/* page.css */`` and ``/* page.js */`` in it become the shared files.
 
     Args:
-        package: Package, such as ``"kvloom.serving"``.
+        package: Package, such as ``"kvloom.tracing"``.
         name: Name of the file, which names each of the two once.
     """
     text = files(package).joinpath(name).read_text(encoding="utf-8")

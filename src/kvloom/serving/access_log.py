@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from kvloom.serving.answers import Answers
+    from kvloom.serving.answering.answers import Answers
 
 ENTRY: Final = "kvloom.entry"
 """Key of a request's ``LogEntry`` in its ASGI scope."""

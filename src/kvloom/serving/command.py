@@ -14,7 +14,7 @@ from kvloom.serving.options import LIMITS
 from kvloom.serving.settings import MOST, Settings, expect_within, expect_writable, keys_from
 
 if TYPE_CHECKING:
-    from kvloom.serving.models import Model
+    from kvloom.serving.endpoints.models import Model
 
 _LEAST_PAGE_SIZE: Final = 4
 """Least page size of transformers' sessions."""
@@ -108,9 +108,9 @@ def _model_of(
 ) -> "Model":
     from transformers import ContinuousBatchingConfig
 
-    from kvloom.serving.models import Model
-    from kvloom.serving.session import ServingSession
-    from kvloom.serving.vision import processor_of
+    from kvloom.serving.answering.session import ServingSession
+    from kvloom.serving.answering.vision import processor_of
+    from kvloom.serving.endpoints.models import Model
 
     model, tokenizer = load(path, args.dtype)
     processor = None if path is None else processor_of(model, path)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.datastructures import Headers
 
 from kvloom.serving.origins import may_ask
-from kvloom.serving.replies import error_reply
+from kvloom.serving.refusals import error_reply
 from kvloom.serving.settings import Settings, is_loopback
 
 TENANT: Final = "kvloom.tenant"

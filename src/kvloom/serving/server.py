@@ -16,20 +16,21 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvloom.errors import KVError
-from kvloom.serving import Refused, dashboard
+from kvloom.serving import Refused
 from kvloom.serving.access_log import logged
-from kvloom.serving.agents import Agents
-from kvloom.serving.endpoints import Endpoint
+from kvloom.serving.answering.session import ServingSession
+from kvloom.serving.endpoints import dashboard
+from kvloom.serving.endpoints.agents import Agents
+from kvloom.serving.endpoints.chats import Endpoint
+from kvloom.serving.endpoints.metrics import Metrics
+from kvloom.serving.endpoints.models import Answer, Model, answer_of, chosen
+from kvloom.serving.endpoints.responses import Responses
+from kvloom.serving.endpoints.tokens import TokenEndpoints
 from kvloom.serving.guard import Guard
 from kvloom.serving.log import count_repeats
-from kvloom.serving.metrics import Metrics
-from kvloom.serving.models import Answer, Model, answer_of, chosen
 from kvloom.serving.origins import readable
-from kvloom.serving.replies import error_reply
-from kvloom.serving.responses import Responses
-from kvloom.serving.session import ServingSession
+from kvloom.serving.refusals import error_reply
 from kvloom.serving.settings import Settings
-from kvloom.serving.tokens import TokenEndpoints
 
 _HEAD_BYTES: Final = 64 << 10
 """Bytes for a request's first line, and for headers that are a little too large, so that 431 is answered."""

@@ -11,10 +11,10 @@ from kvloom.errors import ArgumentError
 from kvloom.store import survey
 from kvloom.store.backends import Backend, Stored, connect, expect_own, store_url
 from kvloom.store.format import Run
-from kvloom.store.limits import evict, evictions, too_many
 from kvloom.store.names import ObjectKind, kind_of
 from kvloom.store.sums import read_sums
 from kvloom.store.survey import Surveyed, look, runs_of
+from kvloom.store.tiers.limits import evict, evictions, too_many
 
 _TIMEOUT = 30.0
 _SHOWN = 29

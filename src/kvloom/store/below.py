@@ -13,13 +13,12 @@ from kvloom.paging import Miss, PageRef, PrefixTree, interruptible
 from kvloom.store import survey
 from kvloom.store.backends import connect
 from kvloom.store.digests import TextDigests
-from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.fingerprint import Fingerprint, Probe
 from kvloom.store.format import page_bytes
-from kvloom.store.limits import evictions
-from kvloom.store.probe import Probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.limits import evictions
+from kvloom.store.tiers.tier import ReadPages
 from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_digest, unpack
 
 _TIMEOUT: Final = 30.0
@@ -164,7 +163,8 @@ class StoreBelow:
         if num_pages <= start or not self._keeps_alike():
             return
         if kept.prefixes is None:
-            kept.prefixes = store.prefixes(whose, salt, tokens[: num_pages * size]).copy()
+            text = tokens[: num_pages * size]
+            kept.prefixes = store.prefixes(whose, salt, text).copy(len(text))
         prefixes = kept.prefixes
         prefixes.extend(tokens[prefixes.num_tokens : num_pages * size])
         nbytes = whose.num_heads * page_bytes(whose, size)

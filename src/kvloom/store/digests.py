@@ -2,12 +2,12 @@
 
 import hashlib
 import struct
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import Final
 
+from kvloom.core.text import Text
 from kvloom.errors import ArgumentError
 from kvloom.paging import expect_salt
 
@@ -72,10 +72,13 @@ class TextDigests:
             self._pages[size] = tuple(self.digests(range(size, len(self._tokens) // 8 + 1, size)))
         return self._pages[size][first // size : end // size]
 
-    def copy(self) -> "TextDigests":
-        """Another object of this text, which can be extended."""
+    def copy(self, num_tokens: int) -> "TextDigests":
+        """Another object of the first ``num_tokens`` of this text, which can be extended."""
         other = copy(self)
-        other._tokens, other._known, other._pages = bytearray(self._tokens), self._known.copy(), {}
+        other._tokens, other._pages = bytearray(self._tokens[: 8 * num_tokens]), {}
+        other._known = {end: x for end, x in list(self._known.items()) if end <= num_tokens}
+        if self._last[0] > num_tokens:
+            other._last = 0, self._root
         return other
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -92,46 +95,25 @@ class TextDigests:
         """Number of tokens of the text."""
         return len(self._tokens) // 8
 
-    def is_of(self, other: "TextDigests") -> bool:
-        """Whether ``other`` has the same text, fingerprint and salt."""
-        return self._known[0] == other._known[0] and self._tokens == other._tokens
-
-    def learn(self, other: "TextDigests") -> bool:
-        """Copy the digests of another text, if one of the two texts continues the other.
-
-        Returns:
-            Whether the other text continues this one.
-        """
-        mine, theirs = self._tokens, other._tokens
-        if self._known[0] == other._known[0] and (mine.startswith(theirs) or theirs.startswith(mine)):
-            shared = min(len(mine), len(theirs)) // 8
-            self._known.update({end: x for end, x in list(other._known.items()) if end <= shared})
-            return len(theirs) > len(mine)
-        return False
-
     def token_bytes(self, start: int, end: int) -> bytes:
         """``token_bytes`` of the tokens from ``start`` to ``end``."""
         return bytes(self._tokens[8 * start : 8 * end])
 
 
-class LastTexts:
-    """Cache of the ``TextDigests`` of the last texts, so that no digest is computed twice. Thread-safe."""
+def digests_of(fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> TextDigests:
+    """``TextDigests`` of these arguments, possibly of more tokens; a ``Text`` keeps them in ``known``.
 
-    def __init__(self, max_texts: int = 4) -> None:
-        self._kept: deque[TextDigests] = deque(maxlen=max_texts)
-
-    def prefixes(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> TextDigests:
-        """``TextDigests`` of a text, cached.
-
-        Raises:
-            ArgumentError: as ``token_bytes``.
-        """
+    Raises:
+        ArgumentError: as ``token_bytes``.
+    """
+    if not isinstance(tokens, Text):
+        return TextDigests(fingerprint, salt, tokens)
+    key = TextDigests, fingerprint, salt
+    found: TextDigests | None = tokens.known.get(key)
+    if found is None:
         found = TextDigests(fingerprint, salt, tokens)
-        is_part = False
-        for kept in list(self._kept):
-            if kept.is_of(found):
-                return kept
-            is_part |= found.learn(kept)
-        if not is_part:
-            self._kept.append(found)
-        return found
+    elif (num_known := found.num_tokens) < len(tokens):
+        found = found.copy(num_known)
+        found.extend(tokens[num_known:])
+    tokens.known[key] = found
+    return found

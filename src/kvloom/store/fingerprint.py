@@ -1,16 +1,17 @@
-"""Fingerprints of stored bytes: model and format. Imports no torch."""
+"""Identity of stored bytes: fingerprints of model and format, and probes of results. Imports no torch."""
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Final
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
 from kvloom.core.entries import ROTATIONS, Entry, SideFormat
 from kvloom.errors import ConfigError, UnsupportedError
 
-__all__ = ["Fingerprint", "LayerFormat", "SideFormat", "rotation_in"]
+__all__ = ["Fingerprint", "LayerFormat", "Probe", "SideFormat", "rotation_in"]
 
 _LATER: Final = ("behavior", "recent", "smoothing", "context")
 _TEXTS: Final = (
@@ -95,17 +96,15 @@ class Fingerprint:
 
     def to_json(self) -> str:
         """All fields as canonical JSON, in which consecutive equal layers are counted."""
-        runs: list[list[Any]] = []
-        for layer in self.layers:
-            if runs and runs[-1][1] == layer:
-                runs[-1][0] += 1
-            else:
-                runs.append([1, layer])
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in _LATER:  # fields that earlier files do not have
             if not named[name]:
                 del named[name]
-        named["layers"] = [[count, _saved(layer)] for count, layer in runs]
+        named["layers"] = [[len([*same]), _saved(layer)] for layer, same in groupby(self.layers)]
         return json.dumps(named, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -146,6 +145,22 @@ class Fingerprint:
             if mine != theirs:
                 return f"{field.name} is {_short(theirs)}, not {_short(mine)}"
         return ""
+
+
+class Probe(NamedTuple):
+    """Keys and values of a few fixed tokens, in any form.
+
+    A fingerprint compares descriptions of models. A probe compares results, so it finds differences that a
+    fingerprint misses before anything is read.
+
+    Attributes:
+        data: Bytes to store.
+        difference: Function that describes how the ``data`` of another probe differ by more than rounding;
+            empty if they do not.
+    """
+
+    data: bytes
+    difference: Callable[[bytes], str]
 
 
 def rotation_in(layers: Iterable[Entry]) -> str:

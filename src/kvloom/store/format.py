@@ -7,6 +7,7 @@ import json
 import struct
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, Final, NoReturn
 
 from kvloom.core.entries import Part
@@ -21,7 +22,6 @@ MAX_HEADER: Final = 1 << 20
 MAX_HEAD: Final = 64 << 20
 """Maximum bytes of a head: enough for two million pages."""
 _ALIGNMENT: Final = 8
-_NAMES: Final = ("before", "fingerprint", "first", "format", "num_pages", "page_size", "salt", "text")
 
 
 _read_fingerprint: Final = lru_cache(maxsize=16)(Fingerprint.from_json)
@@ -90,18 +90,9 @@ class Run:
 
     def head(self) -> bytes:
         """Bytes of the file before the pages."""
-        header = _header(
-            self.sums.format,
-            self.fingerprint.to_json(),
-            self.salt.hex(),
-            self.before.hex(),
-            self.first,
-            self.page_size,
-            self.num_pages,
-            self.tokens is not None,
-            (self.fingerprint.num_heads, self.page_bytes),
-        )
-        sealed = b"".join((header, self.tokens or b"", *self.digests, self.checksums))
+        place = self.before, self.first, self.page_size, self.num_pages
+        header = _Header(self.fingerprint, self.salt, *place, self.tokens is not None, self.sums)
+        sealed = b"".join((header.to_bytes(), self.tokens or b"", *self.digests, self.checksums))
         return sealed + self.sums.checksum(sealed)
 
     def part(self, pages: range) -> "Run":
@@ -203,19 +194,57 @@ def part_bytes(part: Part, num_vectors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """Parsed JSON of a file, with the size of its head in bytes."""
+    """JSON of a file: the fields of a run, of which the sizes of its tensors follow."""
 
     fingerprint: Fingerprint
     salt: bytes
     before: bytes
     first: int
     page_size: int
-    start: int
-    lengths: dict[str, int]
+    num_pages: int
+    has_text: bool
+    sums: Sums
 
     @property
-    def head_size(self) -> int:
-        return self.start + sum(size for name, size in self.lengths.items() if name != "pages")
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each tensor, in order; token ids have 8 bytes each, all others are bytes."""
+        heads, num_pages = self.fingerprint.num_heads, self.num_pages
+        return {
+            **({"tokens": [num_pages, self.page_size]} if self.has_text else {}),
+            "digests": [num_pages, DIGEST_BYTES],
+            "checksums": [heads, num_pages, SUM_BYTES],
+            "seal": [SUM_BYTES],
+            "pages": [heads, num_pages, page_bytes(self.fingerprint, self.page_size)],
+        }
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Bytes of each tensor, in order."""
+        return {name: prod(shape) * (8 if name == "tokens" else 1) for name, shape in self.shapes.items()}
+
+    def to_bytes(self) -> bytes:
+        """Length and JSON, padded with spaces."""
+        header: dict[str, Any] = {
+            "__metadata__": {
+                "before": self.before.hex(),
+                "fingerprint": self.fingerprint.to_json(),
+                "first": str(self.first),
+                "format": self.sums.format,
+                "num_pages": str(self.num_pages),
+                "page_size": str(self.page_size),
+                "salt": self.salt.hex(),
+                "text": "tokens" if self.has_text else "digests",
+            }
+        }
+        at, lengths = 0, self.lengths
+        for name, shape in self.shapes.items():
+            end = at + lengths[name]
+            dtype = "I64" if name == "tokens" else "U8"
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+            at = end
+        spelled = json.dumps(header, separators=(",", ":")).encode()
+        spelled += b" " * (-len(spelled) % _ALIGNMENT)
+        return struct.pack("<Q", len(spelled)) + spelled
 
 
 def read_head(data: bytes, file_size: int, sums: Sums = PLAIN) -> tuple[Run, int]:
@@ -229,18 +258,18 @@ def read_head(data: bytes, file_size: int, sums: Sums = PLAIN) -> tuple[Run, int
         Raises:
             DamagedRun: the bytes are no run.
     """
-    header = _read_header(data, file_size, sums)
-    end, lengths = header.head_size, header.lengths
+    header, end = _read_header(data, file_size, sums)
+    start, lengths = _header_end(data), header.lengths
     if len(data) < end:
         raise DamagedRun(f"the head ends at byte {end}, got {len(data)}")
     if sums.checksum(memoryview(data)[: end - SUM_BYTES]) != data[end - SUM_BYTES : end]:
         raise DamagedRun("the head does not have its checksum")
-    digests_at = header.start + lengths.get("tokens", 0)
+    digests_at = start + lengths.get("tokens", 0)
     sums_at = digests_at + lengths["digests"]
     digests = tuple(data[i : i + DIGEST_BYTES] for i in range(digests_at, sums_at, DIGEST_BYTES))
     if len(set(digests)) < len(digests):
         raise DamagedRun("a digest occurs twice")
-    tokens = data[header.start : digests_at] if "tokens" in lengths else None
+    tokens = data[start:digests_at] if "tokens" in lengths else None
     run = Run(
         header.fingerprint,
         header.salt,
@@ -267,7 +296,7 @@ def head_size(data: bytes, file_size: int, sums: Sums = PLAIN) -> int:
             DamagedRun: no run begins with ``data``.
     """
     end = _header_end(data)
-    return end if end > len(data) else _read_header(data, file_size, sums).head_size
+    return end if end > len(data) else _read_header(data, file_size, sums)[1]
 
 
 def _header_end(data: bytes) -> int:
@@ -279,7 +308,8 @@ def _header_end(data: bytes) -> int:
     return size
 
 
-def _read_header(data: bytes, file_size: int, sums: Sums) -> _Header:
+def _read_header(data: bytes, file_size: int, sums: Sums) -> tuple[_Header, int]:
+    """The header of a file, and the end of its head."""
     try:
         return _checked_header(data, file_size, sums)
     except (ArithmeticError, ConfigError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -288,7 +318,7 @@ def _read_header(data: bytes, file_size: int, sums: Sums) -> _Header:
         raise DamagedRun(f"the header cannot be read: {error}") from None
 
 
-def _checked_header(data: bytes, file_size: int, sums: Sums) -> _Header:
+def _checked_header(data: bytes, file_size: int, sums: Sums) -> tuple[_Header, int]:
     start = _header_end(data)
     if start > len(data):
         raise DamagedRun(f"the header ends at byte {start}, the file at {len(data)}")
@@ -299,71 +329,18 @@ def _checked_header(data: bytes, file_size: int, sums: Sums) -> _Header:
     first, page_size, num_pages = (int(saved[name]) for name in ("first", "page_size", "num_pages"))
     if first < 0 or page_size < 1 or num_pages < 1 or num_pages * page_size > file_size:
         raise DamagedRun(f"{num_pages} pages of {page_size} tokens from {first} are not in {file_size} bytes")
+    salt, before = (_digest_of(saved[name]) for name in ("salt", "before"))
+    place = before, first, page_size, num_pages
     fingerprint = _read_fingerprint(saved["fingerprint"])
-    has_text = saved["text"] == "tokens"
-    heads, size = fingerprint.num_heads, page_bytes(fingerprint, page_size)
-    lengths = _lengths(page_size, num_pages, has_text, (heads, size))
+    found = _Header(fingerprint, salt, *place, saved["text"] == "tokens", sums)
+    lengths = found.lengths
     if start + sum(lengths.values()) != file_size:
         raise DamagedRun(f"the file must have {start + sum(lengths.values())} bytes, got {file_size}")
-    again = _header(
-        sums.format,
-        saved["fingerprint"],
-        saved["salt"],
-        saved["before"],
-        first,
-        page_size,
-        num_pages,
-        has_text,
-        (heads, size),
-    )
-    if again != data[:start]:
+    if found.to_bytes() != data[:start]:
         raise DamagedRun("the header is not written as this format writes it")
-    salt, before = (_digest_of(saved[name]) for name in ("salt", "before"))
-    found = _Header(fingerprint, salt, before, first, page_size, start, lengths)
-    if found.head_size > MAX_HEAD:
-        raise DamagedRun(f"a head has at most {MAX_HEAD} bytes, got {found.head_size}")
-    return found
-
-
-def _lengths(page_size: int, num_pages: int, has_text: bool, data: tuple[int, int]) -> dict[str, int]:
-    """Bytes of each tensor, in order."""
-    heads, size = data
-    text = {"tokens": 8 * num_pages * page_size} if has_text else {}
-    sums = {"checksums": heads * num_pages * SUM_BYTES, "seal": SUM_BYTES}
-    return text | {"digests": num_pages * DIGEST_BYTES} | sums | {"pages": heads * num_pages * size}
-
-
-def _header(
-    form: str,
-    fingerprint: str,
-    salt: str,
-    before: str,
-    first: int,
-    page_size: int,
-    num_pages: int,
-    has_text: bool,
-    data: tuple[int, int],
-) -> bytes:
-    """Length and JSON of a file's header, padded with spaces."""
-    heads, size = data
-    shapes = {
-        "tokens": [num_pages, page_size],
-        "digests": [num_pages, DIGEST_BYTES],
-        "checksums": [heads, num_pages, SUM_BYTES],
-        "seal": [SUM_BYTES],
-        "pages": [heads, num_pages, size],
-    }
-    values = (before, fingerprint, str(first), form, str(num_pages), str(page_size), salt)
-    text = "tokens" if has_text else "digests"
-    header: dict[str, Any] = {"__metadata__": dict(zip(_NAMES, (*values, text), strict=True))}
-    at = 0
-    for name, nbytes in _lengths(page_size, num_pages, has_text, data).items():
-        dtype = "I64" if name == "tokens" else "U8"
-        header[name] = {"dtype": dtype, "shape": shapes[name], "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    spelled = json.dumps(header, separators=(",", ":")).encode()
-    spelled += b" " * (-len(spelled) % _ALIGNMENT)
-    return struct.pack("<Q", len(spelled)) + spelled
+    if (end := file_size - lengths["pages"]) > MAX_HEAD:
+        raise DamagedRun(f"a head has at most {MAX_HEAD} bytes, got {end}")
+    return found, end
 
 
 def _digest_of(text: str) -> bytes:

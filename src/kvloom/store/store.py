@@ -12,15 +12,14 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from kvloom.errors import ArgumentError
-from kvloom.store.digests import LastTexts, TextDigests, salt_digest
-from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.digests import TextDigests, digests_of, salt_digest
+from kvloom.store.fingerprint import Fingerprint, Probe
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.index import Segment
-from kvloom.store.patience import Patience
-from kvloom.store.probe import Probe
 from kvloom.store.sums import PLAIN, Sums
-from kvloom.store.tier import ReadPages, Tier
-from kvloom.store.writer import EXIT_SECONDS, Write, Writer
+from kvloom.store.tiers.patience import Patience
+from kvloom.store.tiers.tier import ReadPages, Tier
+from kvloom.store.tiers.writer import EXIT_SECONDS, Write, Writer
 
 _MODES: Final = (0o600, 0o640, 0o660, 0o644)
 _LISTING_SECONDS: Final = 6.0
@@ -90,7 +89,6 @@ class KVStore:
         self.counts: Counter[str] = Counter()
         self.keep_text = keep_text
         self._reads_always, self._max_wait, self._sums = read == "always", max_wait, sums
-        self._texts = LastTexts()
         self._writer = Writer(max_queued)
         self._closing = weakref.finalize(self, _end, self._writer, self.tiers)
         _STORES.add(self)
@@ -152,7 +150,7 @@ class KVStore:
         return end
 
     def prefixes(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int]) -> TextDigests:
-        """Digests of a text; those of the last texts are cached.
+        """Digests of a text, possibly of more tokens; a ``Text`` keeps them, and so its prefixes have them.
 
         Args:
             fingerprint: Model and format of the keys and values.
@@ -162,7 +160,7 @@ class KVStore:
         Raises:
             ArgumentError: a token is not a signed 64-bit integer.
         """
-        return self._texts.prefixes(fingerprint.digest, salt_digest(salt), tokens)
+        return digests_of(fingerprint.digest, salt_digest(salt), tokens)
 
     def refresh(self, fingerprint: Fingerprint) -> None:
         """List what other processes wrote and removed now, not within two seconds."""
@@ -358,7 +356,6 @@ class KVStore:
     def after_fork(self) -> None:
         """Continue in a child process."""
         self._writer.after_fork()
-        self._texts = LastTexts()
         for tier in self.tiers:
             tier.after_fork()
 

@@ -8,11 +8,11 @@ from kvloom.store.backends import Backend, Stored
 from kvloom.store.digests import TextDigests, salt_digest, token_bytes
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import DamagedRun, OtherFormat, Run, ranges_of
-from kvloom.store.heads import head_of
 from kvloom.store.index import Index, IndexEntry
-from kvloom.store.limits import Eviction
 from kvloom.store.names import ObjectKind, kind_of
 from kvloom.store.sums import PLAIN, Sums
+from kvloom.store.tiers.heads import head_of
+from kvloom.store.tiers.limits import Eviction
 
 _AT_ONCE: Final = 64 << 20
 """Maximum bytes of one read of several pages."""

@@ -17,7 +17,7 @@ from kvloom.core.views import KVView, Side
 from kvloom.ops import KeySmoothing
 from kvloom.store.fingerprint import Fingerprint, rotation_in
 from kvloom.store.format import page_bytes, part_bytes
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.tier import ReadPages
 
 
 def layers_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:
@@ -56,15 +56,20 @@ def pack(
             pages.
     """
     size, count = (pages.format.page_size, len(ids)) if num_tokens is None else (1, num_tokens)
-    packed = bytearray(fingerprint.num_heads * count * page_bytes(fingerprint, size))
-    data = torch.frombuffer(packed, dtype=torch.uint8)
-    device = next(iter(pages.storages.values())).device
+    layers = [(x.view, pages.slots(ids, x)[: size * count]) for _, x in sorted(pages.storages.items())]
+    return pack_slots(layers, fingerprint, size, count)
+
+
+def pack_slots(
+    layers: Sequence[tuple[KVView, Tensor]], fingerprint: Fingerprint, page_size: int, num_pages: int
+) -> bytearray:
+    """``pack``, given the view of each layer, and in it the N * S slots of the tokens."""
+    packed = bytearray(fingerprint.num_heads * num_pages * page_bytes(fingerprint, page_size))
+    data, device = torch.frombuffer(packed, dtype=torch.uint8), layers[0][0].device
     moved = data if device.type == "cpu" else data.to(device)
-    for (_, storage), view in zip(
-        sorted(pages.storages.items()), views(moved, fingerprint, size, count), strict=True
-    ):
-        slots = pages.slots(ids, storage)[: size * count].to(device)
-        ops.copy(storage.view, slots, view, torch.arange(len(slots), device=device))
+    tokens = torch.arange(num_pages * page_size, device=device)
+    for (view, slots), target in zip(layers, views(moved, fingerprint, page_size, num_pages), strict=True):
+        ops.copy(view, slots.to(device), target, tokens)
     if moved is not data:
         data.copy_(moved)
     return packed
@@ -80,14 +85,28 @@ def unpack(piece: ReadPages, tokens: range, pages: Pages, ids: Sequence[int], st
         ids: Ids of the target pages, in order.
         start: Token slot, within ``ids``, of the first token.
     """
-    run, num_pages = piece.run, len(piece.segment.pages)
-    data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
-    device = next(iter(pages.storages.values())).device
-    source = torch.arange(tokens.start, tokens.stop, device=device)
-    packed = views(data.to(device), run.fingerprint, run.page_size, num_pages)
-    for (_, storage), view in zip(sorted(pages.storages.items()), packed, strict=True):
-        slots = pages.slots(ids, storage)[start : start + len(tokens)].to(device)
-        ops.copy(view, source, storage.view, slots)
+    source = torch.arange(tokens.start, tokens.stop)
+    unpack_slots(
+        piece,
+        piece.run.fingerprint,
+        [
+            (source, x.view, pages.slots(ids, x)[start : start + len(tokens)])
+            for _, x in sorted(pages.storages.items())
+        ],
+    )
+
+
+def unpack_slots(
+    piece: ReadPages, fingerprint: Fingerprint, layers: Sequence[tuple[Tensor, KVView, Tensor]]
+) -> None:
+    """``unpack``, given for each layer tokens of the piece, the view to write, and the slots in it.
+
+    ``fingerprint`` is that of the heads that were read.
+    """
+    data, device = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start), layers[0][1].device
+    sources = views(data.to(device), fingerprint, piece.run.page_size, len(piece.segment.pages))
+    for source, (tokens, view, slots) in zip(sources, layers, strict=True):
+        ops.copy(source, tokens.to(device), view, slots.to(device))
 
 
 def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int) -> Iterator[KVView]:

@@ -126,7 +126,7 @@ def test_states_that_are_a_step_ahead_of_the_keys_are_noticed(rollback: int) -> 
 
 @pytest.mark.parametrize("module", ["kvloom.caches.tensors.storage", "kvloom.paging.pool"])
 def test_ctrl_c_while_a_cache_grows_leaves_it_and_its_forks_whole(module: str) -> None:
-    model = make_model("sdpa")
+    model = make_model("sdpa", num_layers=2)
 
     def start() -> tuple[KVCache, KVCache]:
         cache = KVCache.for_model(model, page_size=4)
@@ -257,7 +257,7 @@ def test_pages_that_only_some_rows_know_are_let_go() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", *(x for x in ("Falcon-H1",) if x in FAMILIES)])
 def test_ctrl_c_while_a_pool_is_used_loses_no_page(name: str) -> None:
-    model = make_model() if name == "Llama" else family(name)
+    model = make_model(num_layers=2) if name == "Llama" else family(name, num_hidden_layers=2)
     options: dict[str, Any] = {} if name == "Llama" else {"state_interval": 8}
     texts = [text(30, 1), torch.cat([text(30, 1)[:, :17], text(20, 2)], 1), text(38, 3)]
     expected = [model(x, use_cache=False).logits[0, -1] for x in texts]

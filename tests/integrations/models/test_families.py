@@ -113,7 +113,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     ),
     "Falcon-H1": (
         "FalconH1Config",
-        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,  # else 256, and each text is padded to that
+        },
         4,
         0,
     ),

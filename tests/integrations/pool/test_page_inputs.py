@@ -145,7 +145,7 @@ def test_a_cache_of_another_model_is_refused_or_not_published() -> None:
 
 @pytest.mark.compile
 def test_a_compiled_model_publishes_nothing_that_no_pool_has_seen() -> None:
-    model = make_model()
+    model = make_model(num_layers=1)
     pool = pool_of(model)
     model.compile(backend="eager")
     for inputs in ({}, {"position_ids": torch.arange(5, 27)[None]}):

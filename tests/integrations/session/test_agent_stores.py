@@ -14,7 +14,7 @@ from oracles.pairs import in_turn
 
 from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
 from kvloom.integrations.transformers.session.store_reads import Read
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.tier import ReadPages
 
 
 @pytest.mark.parametrize(("name", "page_size"), in_turn(list(KINDS), [16, 32]))

@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 
 from kvloom.caches import CacheFormat
 from kvloom.core.entries import Entry, SideFormat
+from kvloom.integrations.transformers.models.layer_specs import LayerSpec
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.held import Text
-from kvloom.integrations.transformers.session.sizes import TokenLayer
 
 PAGE = 16
 
@@ -42,11 +42,9 @@ def test_a_step_that_fills_a_page_costs_the_same_behind_any_number_of_tokens() -
 def cache_of(num_pages: int) -> BatchCache:
     config = LlamaConfig(hidden_size=16, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     form, device, side = CacheFormat(page_size=PAGE), torch.device("cpu"), SideFormat(16, "float32")
-    layers = {0: TokenLayer(None, Entry(1, side, side))}
-    cache = BatchCache(
-        config, layers, form, torch.float32, device, max_pages=num_pages, max_batch_tokens=PAGE, share=True
-    )
-    cache.groups[0].growing.grow(num_pages)
+    layers = {0: LayerSpec(0, "full_attention", None, entry=Entry(1, side, side))}
+    cache = BatchCache(config, layers, form, device, max_pages=num_pages, max_batch_tokens=PAGE, share=True)
+    cache.pages.make_room(num_pages)
     return cache
 
 
@@ -54,7 +52,7 @@ def step(cache: BatchCache, state: Any, num_new: int) -> None:
     """Room for new tokens, what attention needs to know of them, and full pages for others to find."""
     assert cache.can_store_request_tokens(state, num_new)
     cache.extend_read_and_write_indices(state.request_id, state.length, num_new, None, None)
-    cache._begin_step()
+    cache.steps.begin()
     complete = cache.count_new_complete_blocks(state, num_new)
     state.length += num_new
     cache.mark_complete_blocks(state, complete)

@@ -25,10 +25,10 @@ from kvloom.caches.tensors.storage import Storage
 from kvloom.core.entries import Entry, SideFormat
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching
+from kvloom.integrations.transformers.models.layer_specs import LayerSpec
 from kvloom.integrations.transformers.session import manager
 from kvloom.integrations.transformers.session.cache import BatchCache
-from kvloom.integrations.transformers.session.groups import Limits
-from kvloom.integrations.transformers.session.sizes import TokenLayer, token_layers_of
+from kvloom.integrations.transformers.session.groups import Limits, token_layers_of
 from kvloom.ops.impl import cpu
 
 HEADS, DIM, RECENT = 2, 32, 20
@@ -57,10 +57,9 @@ def cache_of(format: CacheFormat, window: int | None, num_layers: int = 1) -> Ba
         hidden_size=4 * DIM, num_attention_heads=4, num_key_value_heads=HEADS, num_hidden_layers=num_layers
     )
     side, device = SideFormat(DIM, "float32"), torch.device("cpu")
-    layers = dict.fromkeys(range(num_layers), TokenLayer(window, Entry(HEADS, side, side)))
-    return BatchCache(
-        config, layers, format, torch.float32, device, max_pages=400, max_batch_tokens=2048, share=False
-    )
+    layer = LayerSpec(0, "full_attention", None, window=window, entry=Entry(HEADS, side, side))
+    layers = dict.fromkeys(range(num_layers), layer)
+    return BatchCache(config, layers, format, device, max_pages=400, max_batch_tokens=2048, share=False)
 
 
 def compare(got: Tensor, want: Tensor) -> None:
@@ -74,7 +73,7 @@ def attend(cache: BatchCache, states: list[Any], counts: list[int], *tensors: Te
     for state, count in zip(states, counts, strict=True):
         assert cache.can_store_request_tokens(state, count)
         cache.extend_read_and_write_indices(state.request_id, state.current_len(), count, None, None)
-    out = cache.attend(0, *tensors, ops.Scores())
+    out = cache.steps.attend(0, *tensors, ops.Scores())
     cache.check()
     return out
 
@@ -123,7 +122,7 @@ def test_layers_without_codes_keep_nothing_beside() -> None:
         query, key, value = (torch.randn(1, n, count, DIM, generator=generator(n)) for n in (4, 2, 2))
         attend(cache, [request.state], [count], query, key, value)
         want = request.layer.append(key, value).attend(query)
-        compare(cache.attend(1, query, key, value, ops.Scores()), want)
+        compare(cache.steps.attend(1, query, key, value, ops.Scores()), want)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "gpt-oss", "Gemma3n", "Gemma4"])
@@ -241,7 +240,7 @@ def test_newest_tokens_are_of_the_memory_that_is_there(free: int, monkeypatch: p
     made.record()  # makes its pages
     report, config = made.report(), made.continuous_batching_config
     count = config.max_requests_per_batch
-    limits = Limits(layers, CODES, model.dtype, count, 2048)
+    limits = Limits(layers, CODES, count, 2048)
     room = free * config.max_memory_percent
     assert limits.nbytes(report.max_pages) <= room < limits.nbytes(report.max_pages + 1)
     assert count == 1024 or limits.residual_bytes <= room / 2
@@ -254,8 +253,4 @@ def test_no_more_is_taken_than_planned() -> None:
         running.manager.add_requests(REQUESTS * 4)
         running.run()
         taken = running.manager.report().recent_bytes
-    assert (
-        0
-        < taken
-        <= Limits(token_layers_of(model), CODES, model.dtype, 2 * len(REQUESTS * 4), 128).residual_bytes
-    )
+    assert 0 < taken <= Limits(token_layers_of(model), CODES, 2 * len(REQUESTS * 4), 128).residual_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_a_model_that_multiplies_what_is_rounded_is_accepted() -> None:
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
 def test_a_window_that_is_forgotten_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers_of = manager.token_layers_of
-    forgotten = lambda model: {i: x._replace(window=None) for i, x in layers_of(model).items()}  # noqa: E731
+    forgotten = lambda model: {i: replace(x, window=None) for i, x in layers_of(model).items()}  # noqa: E731
     monkeypatch.setattr(manager, "token_layers_of", forgotten)
     with pytest.raises(
         UnsupportedError, match=r"whose logits differ by \d\.\de[+-]\d\d of their norm, where "

@@ -23,7 +23,7 @@ from transformers import (
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import continuous_batching, disable, enable
-from kvloom.integrations.transformers.session import sizes
+from kvloom.integrations.transformers.session import groups
 
 PROMPT = [3 + (7 * i) % 90 for i in range(70)]
 
@@ -218,7 +218,7 @@ def test_a_model_with_chunks_is_refused() -> None:
 
 def test_a_model_with_recurrent_states_that_gets_no_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of transformers before 5.24."""
-    monkeypatch.setattr(sizes, "argument_of", lambda model: "past_key_values")
+    monkeypatch.setattr(groups, "argument_of", lambda model: "past_key_values")
     with pytest.raises(UnsupportedError, match="model must take its cache as `cache` where it has recurrent"):
         continuous_batching(stateful_model("lfm2"))
 

@@ -11,7 +11,7 @@ from oracles.batching import alone, batched, random_requests
 
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.models.layer_specs import sources_of
-from kvloom.integrations.transformers.session.sizes import token_layers_of
+from kvloom.integrations.transformers.session.groups import token_layers_of
 
 KINDS = ["sliding_attention", "full_attention"] * 3
 

@@ -13,8 +13,7 @@ from oracles.batching import alone, session
 from transformers import MistralConfig, MistralForCausalLM
 
 from kvloom.integrations.transformers import KVCache, continuous_batching, enable
-from kvloom.integrations.transformers.session.groups import Limits, group_windows
-from kvloom.integrations.transformers.session.sizes import token_layers_of
+from kvloom.integrations.transformers.session.groups import Limits, token_layers_of
 from kvloom.ops.impl import cpu
 
 pytestmark = pytest.mark.skipif(
@@ -118,8 +117,8 @@ def test_a_text_may_be_longer_than_all_pages_where_each_layer_has_a_window() -> 
 def test_all_groups_together_fit_into_the_memory_that_is_given(name: str) -> None:
     model = model_of(name)
     format = continuous_batching(model, "int4:g8").init_continuous_batching(None, None)._format
-    limits = Limits(token_layers_of(model), format, model.dtype, 16, 128)
-    assert group_windows(token_layers_of(model)) == ([40] if name == "Mistral" else [None, 40])
+    limits = Limits(token_layers_of(model), format, 16, 128)
+    assert [x.window for x in limits.codes] == ([40] if name == "Mistral" else [None, 40])
     for room in (1 << 20, 1 << 24, 1 << 28):
         main = limits.most(room)
         assert limits.nbytes(main) <= room < limits.nbytes(main + 1)

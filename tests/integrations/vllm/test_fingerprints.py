@@ -31,7 +31,7 @@ def config_of(model: Path, **arguments: Any) -> Any:
 
 
 def identify(config: Any) -> Fingerprint:
-    from kvloom.integrations.vllm.identity import identify
+    from kvloom.integrations.vllm.storing.identity import identify
 
     model = config.model_config
     layer = blocks.layer_format(

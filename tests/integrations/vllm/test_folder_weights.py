@@ -34,8 +34,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from kvloom.integrations.vllm import folder_weights
-from kvloom.integrations.vllm.folder_weights import folder_digest
+from kvloom.integrations.vllm.storing import folder_weights
+from kvloom.integrations.vllm.storing.folder_weights import folder_digest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

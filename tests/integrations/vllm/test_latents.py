@@ -17,7 +17,7 @@ from kvloom.caches.tensors.transform import Transform, load_restored
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer
-from kvloom.integrations.vllm.latents import LatentStep, attend_expanded, latent_step_of
+from kvloom.integrations.vllm.latent.step import LatentStep, attend_expanded, latent_step_of
 from kvloom.integrations.vllm.layer import Newest
 from kvloom.integrations.vllm.pages import PageFormat
 

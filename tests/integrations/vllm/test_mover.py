@@ -20,9 +20,9 @@ from store.runs import damaged, make_run
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import blocks
 from kvloom.integrations.vllm.blocks import Blocks, Group
-from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.pages import PageFormat
-from kvloom.integrations.vllm.planner import Transfer, TransferPlan
+from kvloom.integrations.vllm.storing.mover import Mover
+from kvloom.integrations.vllm.storing.planner import Transfer, TransferPlan
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends.memory import MemoryBackend
 from kvloom.store.format import Run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,8 @@ import torch
 pytest.importorskip("xxhash")
 
 from kvloom.integrations.vllm import blocks
-from kvloom.integrations.vllm.planner import Planner
+from kvloom.integrations.vllm.storing import planner as planning
+from kvloom.integrations.vllm.storing.planner import Planner
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.format import page_bytes
 
@@ -44,6 +44,12 @@ class Request:
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.all_token_ids
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for an answer, however busy the machine is."""
+    monkeypatch.setattr(planning, "_PATIENCE", 60.0)
 
 
 @pytest.fixture
@@ -88,10 +94,9 @@ def test_a_slow_store_is_asked_in_steps(
         return find(*arguments)
 
     monkeypatch.setattr(store, "find", slow)
+    monkeypatch.setattr(planning, "_PATIENCE", 0.02)
     request = Request("a", list(range(200)))
-    began = time.perf_counter()
     assert planner.match(request, 0) is None and planner.match(request, 0) is None
-    assert time.perf_counter() - began < 5
     answered.set()
     while (found := planner.match(request, 0)) is None:
         pass

@@ -231,7 +231,7 @@ def test_what_keeps_no_states_behind_blocks_is_refused_at_start(tmp_path: Path) 
 def test_ranks_and_guesses_are_refused(name: str, ranks: int, guesses: str | None) -> None:
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from kvloom.integrations.vllm.recurrent import state_groups
+    from kvloom.integrations.vllm.storing.recurrent import state_groups
 
     spec = MambaSpec(block_size=64, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
     config = SimpleNamespace(

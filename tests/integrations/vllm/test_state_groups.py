@@ -15,9 +15,9 @@ pytest.importorskip("xxhash")
 from integrations.vllm.test_mover import FINGERPRINT, PAGE, empty_blocks, file_of, read
 from integrations.vllm.test_planner import Request
 
-from kvloom.integrations.vllm.mover import Mover
-from kvloom.integrations.vllm.planner import Planner, Transfer, TransferPlan
-from kvloom.integrations.vllm.recurrent import StateGroups, States
+from kvloom.integrations.vllm.storing.mover import Mover
+from kvloom.integrations.vllm.storing.planner import Planner, Transfer, TransferPlan
+from kvloom.integrations.vllm.storing.recurrent import StateGroups, States
 from kvloom.store import KVStore
 from kvloom.store.backends.memory import MemoryBackend
 

@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("xxhash")
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.vllm.watch import WeightWatch, model_of
+from kvloom.integrations.vllm.storing.watch import WeightWatch, model_of
 
 
 class Layer(nn.Module):

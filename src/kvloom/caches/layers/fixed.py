@@ -4,23 +4,21 @@ Shapes: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvloom import ops
-from kvloom.caches.format import CacheFormat
-from kvloom.caches.layers.fixed_recent import FixedRecent, ring_nbytes, with_recent
+from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
 from kvloom.caches.layers.layer import Forks, Layer
 from kvloom.caches.layers.read_only import ReadOnly
-from kvloom.caches.layers.ring import Ring
-from kvloom.caches.rows.saving import SavedStorage
+from kvloom.caches.layers.ring import Ring, load_ring
 from kvloom.caches.rows.sequences import ROLLBACK
 from kvloom.caches.tensors.memory import counted, free_bytes, outside_inference_mode
 from kvloom.caches.tensors.storage import Storage
 from kvloom.caches.tensors.token_index import BLOCK
-from kvloom.caches.tensors.tokens import Tokens
+from kvloom.caches.tensors.tokens import Exact, Tokens
 from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
 from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError
@@ -60,40 +58,35 @@ class FixedLayer(Layer):
         self._window = window
         counts = [self.max_tokens, None if window is None else window + rollback]
         self._num_kept = min(count for count in counts if count is not None)
-        self.num_slots = self._num_kept if self.max_tokens else -(-self._num_kept // BLOCK) * BLOCK
+        self.num_slots = self._num_kept if self.max_tokens else _whole_blocks(self._num_kept)
         self.num_recent = min(x for x in (format.recent, window, self.max_tokens) if x is not None)
         self._free()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the tokens, without free slots."""
-        state = vars(self) | {"_storage": None, "_ring": None, "length": 0, "_reach": 0}
-        if self.storage is not None:
-            num_slots = max(min(int(self._reach), self.num_slots), 1)
-            slots = self._ring.slots(torch.arange(num_slots, device=self.length.device)).flatten()
-            state["_storage"] = SavedStorage.of(self.storage, slots, num_slots)
-            state |= {"length": self.num_tokens, "_reach": int(self._reach)}
-        return state
+        """Pickle the tokens; rings leave out free slots."""
+        return vars(self) | {"length": self.num_tokens}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved: SavedStorage | None = state["_storage"]
+        length, ring, recent = (state.pop(name) for name in ("length", "_ring", "_recent"))
+        saved, reach = state.pop("_storage", None), state.pop("_reach", 0)
         vars(self).update(state)
         self._free()
-        if saved is not None:
-            rows, position = saved.num_pages, torch.arange(saved.page_size)
-            storage = saved.storage(self.num_slots)
-            storage.reserve(rows, 1)
-            self._hold(storage, state["length"], state["_reach"], state["_recent"])
-            saved.write(storage, self._ring.slots(position.to(storage.device)).flatten())
+        if saved is not None:  # in files of earlier releases
+            ring = load_ring(saved, self.num_slots, self.window, self._most_held, self.max_tokens, reach)
+            if recent is not None:
+                recent.truncate(length)
+        if ring is not None:
+            self._hold(ring, recent, length)
 
     @property
     def storage(self) -> Storage | None:
         """The tensors; ``None`` before ``allocate`` or the first update."""
-        return self._storage
+        return None if self._ring is None else self._ring.storage
 
     @property
     def size(self) -> int:
         """B; 0 before ``allocate`` or the first update."""
-        return 0 if self._storage is None else self._storage.num_pages
+        return 0 if self._ring is None else self._ring.storage.num_pages
 
     @property
     def window(self) -> int | None:
@@ -138,12 +131,12 @@ class FixedLayer(Layer):
     @property
     def nbytes_recent(self) -> int:
         """Bytes of the residual window."""
-        return 0 if self._recent is None else self._recent.ring.nbytes
+        return 0 if self._recent is None else self._recent.storage.nbytes
 
     def nbytes_for(self, key: Tensor, value: Tensor) -> int:
         """Bytes that ``allocate_for`` takes."""
-        nbytes = self.format.nbytes(key, value, self.num_slots * key.shape[0])
-        return nbytes + ring_nbytes(self.num_recent, key, value)
+        formats = (self.format, self.num_slots), *self._of_recent()
+        return sum(format.nbytes(key, value, count * key.shape[0]) for format, count in formats)
 
     def allocate(
         self,
@@ -161,7 +154,7 @@ class FixedLayer(Layer):
             ArgumentError: a size is not at least 1.
             OutOfPages: there is too little memory.
         """
-        if self._storage is not None:
+        if self._ring is not None:
             raise StateError("allocate must come before the first update and only once")
         sizes = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
         for name, size in sizes.items():
@@ -182,11 +175,21 @@ class FixedLayer(Layer):
             expect_memory(self.length_name, min(self.nbytes_for(key, value), _LARGEST), key.device)
         except OutOfMemory as error:
             raise too_long_for([self], key, value) from error
-        storage = Storage.of(self.format, key, value, self.num_slots, is_gathered=is_gathered)
-        storage.reserve(key.shape[0], 1)
-        sizes = self.format.recent, self.num_recent, self.max_tokens
-        self._hold(storage, 0, 0, FixedRecent.of(*sizes, key, value) if self.num_recent else None)
+        rings = list[Ring]()
+        for format, num_slots in ((self.format, self.num_slots), *self._of_recent()):
+            storage = Storage.of(format, key, value, num_slots, is_gathered=is_gathered)
+            storage.reserve(key.shape[0], 1)
+            if not rings:
+                rings.append(Ring(storage, self.window, self._most_held, self.max_tokens))
+            else:
+                rings.append(Ring(storage, self.num_recent, num_exact(self.num_recent), None))
+        self._hold(rings[0], rings[1] if len(rings) > 1 else None, 0)
         self.dtype = key.dtype
+
+    def _of_recent(self) -> list[tuple[CacheFormat, int]]:
+        """Format of the residual window and its number of slots, if there is one."""
+        num_slots = _whole_blocks(self.num_recent) + _whole_blocks(RESIDUAL_ROLLBACK)
+        return [(self.format.residual(num_slots), num_slots)] if self.num_recent else []
 
     def stored(self) -> Tokens:
         """Tokens of ``keys`` and ``values``, not gathered.
@@ -194,9 +197,13 @@ class FixedLayer(Layer):
         Raises:
             StateError: before ``allocate`` or the first update.
         """
-        first = (self._reach - self._most_held).clamp(min=0)
-        tokens = self._tokens(self._allocated(), self._ring, first, self.length, self.num_columns)
-        return self._with_recent(tokens, first)
+        ring, recent = self._allocated(), self._recent
+        first = ring.gone
+        tokens = ring.tokens(first, self.length, self.num_columns)
+        if recent is None or self.num_recent == 1:
+            return tokens
+        newest = recent.tokens(self._first_recent, self.length, self._num_recent_columns(0))
+        return replace(tokens, exact=self._exact(recent, newest, first))
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``stored`` as tensors; with a window, 0 after the tokens."""
@@ -210,10 +217,9 @@ class FixedLayer(Layer):
         """
         if self.max_tokens is not None and self.num_slots < self.max_tokens:
             raise UnsupportedError("keys and values of fixed storage with a window cannot be assigned")
-        storage = self._allocated()
-        first = (self._reach - self._most_held).clamp(min=0)
-        position = first + torch.arange(self.num_columns, device=storage.device)
-        storage.replace(new, self._ring.slots(position), position.expand(self.size, -1))
+        ring = self._allocated()
+        position = ring.gone + torch.arange(self.num_columns, device=self.length.device)
+        ring.storage.replace(new, ring.slots(position), position.expand(self.size, -1))
         if self._recent is not None:
             self._recent.forget(self.length)
 
@@ -230,7 +236,7 @@ class FixedLayer(Layer):
 
         If these are the first tokens, the memory is freed, too: the next ones may have other shapes.
         """
-        num_new, is_first = key.shape[2], self._storage is None
+        num_new, is_first = key.shape[2], self._ring is None
         if not torch.compiler.is_compiling() and self.max_tokens is not None:
             if (length := self.num_tokens) + num_new > self.max_tokens:
                 raise StateError(
@@ -249,37 +255,37 @@ class FixedLayer(Layer):
             raise
 
     def _store(self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result]) -> _Result:
-        storage, num_new, before = self._allocated(), key.shape[2], (self.window or 1) - 1
-        end, position = self.length + num_new, self.length + torch.arange(num_new, device=key.device)
-        reach = torch.maximum(self._reach, end)
-        first, count = (self.length - before).clamp(min=0), before + num_new
-        # Tokens count as stored once the length includes them. A new token overwrites one that is no longer
-        # held. Many would overwrite tokens that the first of them see. A compiled step may also overwrite
-        # tokens that would be visible again only after a crop.
-        needed = before if torch.compiler.is_compiling() else self._most_held
-        if self.num_slots == self.max_tokens or num_new <= self.num_slots - needed:
-            tokens = self._tokens(storage, self._ring, first, end, count)
-            storage.store(key, value, self._ring.slots(position), position.expand(self.size, -1))
-            result = read(self._with_recent(tokens, first, (key, value)))
-        else:
-            step, ring = self._step(key, value, storage, position)
-            tokens = self._tokens(step, ring, first, end, count)
-            result = read(self._with_recent(tokens, first, (key, value)))
-            last = position[-self.num_slots :]
-            slots = (x.slots(last).flatten() for x in (ring, self._ring))
-            ops.copy(step.view, next(slots), storage.view, next(slots))
-        self._reach.copy_(reach)
+        ring, recent = self._allocated(), self._recent
+        num_new, before = key.shape[2], (self.window or 1) - 1
+        end = self.length + num_new
+        added = [(ring, ring.add(key, value, self.length, before + num_new))]
+        tokens = added[0][1].tokens
+        if recent is not None:
+            newest = recent.add(key, value, self.length, self._num_recent_columns(num_new))
+            exact = self._exact(recent, newest.tokens, (self.length - before).clamp(min=0))
+            added, tokens = [*added, (recent, newest)], replace(tokens, exact=exact)
+        result = read(tokens)
+        for kept, new in added:
+            kept.keep(new)
         self.length.copy_(end)
         return result
 
-    def _tokens(self, storage: Storage, ring: Ring, first: Tensor, end: Tensor, count: int) -> Tokens:
-        """Tokens before ``end``: all positions up to ``max_tokens``, or ``count`` from ``first`` on."""
-        is_whole = self.num_slots == self.max_tokens
-        rows = storage.rows_of(slice(None), 0) if is_whole else None
-        return storage.tokens(ring.place(first, end, count), self.window, rows)
+    @property
+    def _first_recent(self) -> Tensor:
+        """Position of the first token that the next one reads from the residual window."""
+        return (self.length - self.num_recent + 1).clamp(min=0)
 
-    def _with_recent(self, tokens: Tokens, first: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tokens:
-        return with_recent(self._recent, tokens, self.length, first if self.max_tokens is None else 0, new)
+    def _num_recent_columns(self, num_new: int) -> int:
+        """Columns of the residual window that ``num_new`` tokens read."""
+        count = self.num_recent - 1 + num_new
+        return count if self.max_tokens is None else min(count, self.max_tokens)
+
+    def _exact(self, recent: Ring, newest: Tokens, first: Tensor) -> Exact:
+        """The residual window beside tokens that begin at ``first``, or at 0 with ``max_tokens``."""
+        start = self._first_recent
+        unknown = (recent.gone - start).clamp(min=0).expand(self.size)
+        column = start - first if self.max_tokens is None else start
+        return Exact(newest, self.format.recent, unknown, column)
 
     def _gathered(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key, value = tokens.gather(dtype)
@@ -300,12 +306,13 @@ class FixedLayer(Layer):
         return super()._num_fixed if self.max_tokens is None else "all that fit"
 
     def _num_evicted(self) -> int:
-        return max(int(self._reach) - self._most_held, 0)
+        return 0 if self._ring is None else int(self._ring.gone)
 
     def _truncate(self, num_tokens: int) -> None:
-        self._reach.clamp_(max=num_tokens + self._most_held if num_tokens else 0)
+        for ring in self._rings:
+            ring.truncate(num_tokens)
         self.length.fill_(num_tokens)
-        rows = None if self._storage is None or self.window is not None else self._storage.rows()
+        rows = None if self._ring is None or self.window is not None else self._ring.storage.rows()
         for x in rows or ():
             x[:, :, num_tokens:] = 0
 
@@ -318,23 +325,19 @@ class FixedLayer(Layer):
         if len(rows) != self.size:
             self._hold_rows(rows)
             return
-        self._copy_rows(rows, self._allocated())
-        if self._recent is not None:
-            self._recent.select(rows)
+        for ring in self._rings:
+            ring.select(rows)
 
     def _hold_alone(self, forks: Forks | None) -> None:
-        if self._storage is None:
+        if self._ring is None:
             self._free()
         else:
             self._hold_rows(range(self.size))
 
     def _hold_rows(self, rows: Sequence[int]) -> None:
         """Copy these sequences to new memory."""
-        copied = self._allocated().like(self.num_slots)
-        copied.reserve(len(rows), 1)
-        self._copy_rows(rows, copied)
-        recent = None if self._recent is None else self._recent.selected(rows)
-        self._hold(copied, self.num_tokens, int(self._reach), recent)
+        ring, *recent = (x.selected(rows) for x in self._rings)
+        self._hold(ring, recent[0] if recent else None, self.num_tokens)
 
     def _known_sizes(self) -> dict[str, int]:
         known = super()._known_sizes()
@@ -342,54 +345,32 @@ class FixedLayer(Layer):
             known.pop("B", None)  # memory is allocated again
         return known
 
-    def _allocated(self) -> Storage:
-        if self._storage is None:
+    @property
+    def _rings(self) -> list[Ring]:
+        """The ring, and that of the residual window."""
+        return [x for x in (self._ring, self._recent) if x is not None]
+
+    def _allocated(self) -> Ring:
+        if self._ring is None:
             raise StateError("gather needs a cache to which tokens were appended")
-        return self._storage
-
-    def _step(self, key: Tensor, value: Tensor, storage: Storage, position: Tensor) -> tuple[Storage, Ring]:
-        """Copy new tokens and those that they see to a storage of this step."""
-        before = (self.window or 1) - 1
-        num_slots = before + key.shape[2]
-        num_slots = min(num_slots, self.max_tokens) if self.max_tokens else -(-num_slots // BLOCK) * BLOCK
-        step, ring = storage.like(num_slots), Ring(self.size, num_slots, self.max_tokens, key.device)
-        step.reserve(self.size, 1)
-        # With fewer tokens than a window, some copied slots are empty.
-        old = self.length + torch.arange(-before, 0, device=key.device)
-        ops.copy(storage.view, self._ring.slots(old).flatten(), step.view, ring.slots(old).flatten())
-        step.store(key, value, ring.slots(position), position.expand(self.size, -1))
-        return step, ring
-
-    def _copy_rows(self, rows: Sequence[int], target: Storage) -> None:
-        """Copy some sequences to a storage of the same length, which may be this one."""
-        view, count = self._allocated().view, min(int(self._reach), self.num_slots)
-        position = torch.arange(count, device=view.device)
-        sources, targets = (
-            (torch.tensor(x, device=view.device).unsqueeze(1) * self.num_slots + position).flatten()
-            for x in (rows, range(len(rows)))
-        )
-        ops.copy(view, sources, target.view, targets)
+        return self._ring
 
     def _free(self) -> None:
-        self._storage: Storage | None = None
-        self._recent: FixedRecent | None = None
+        self._ring: Ring | None = None
+        self._recent: Ring | None = None
         with outside_inference_mode():
-            self._ring = Ring(0, 1, 1, torch.device("cpu"))
             self.length = torch.zeros((), dtype=torch.int64)
-            self._reach = torch.zeros((), dtype=torch.int64)  # the largest length since it was empty
 
-    def _hold(self, storage: Storage, num_tokens: int, reach: int, recent: FixedRecent | None) -> None:
-        device = storage.device
+    def _hold(self, ring: Ring, recent: Ring | None, num_tokens: int) -> None:
         with outside_inference_mode():
-            ring = Ring(storage.num_pages, self.num_slots, self.max_tokens, device)
-            length, longest = (
-                torch.full((), n, dtype=torch.int64, device=device) for n in (num_tokens, reach)
-            )
-        self._storage, self._ring, self.length, self._reach = storage, ring, length, longest
-        self._recent = recent
-        for x in (*storage.tensors, ring.starts, length, longest):
-            if x is not None:
-                torch._dynamo.mark_static_address(x)
+            self.length = torch.full((), num_tokens, dtype=torch.int64, device=ring.storage.device)
+        self._ring, self._recent = ring, recent
+        for x in (self.length, *(x for kept in self._rings for x in kept.tensors)):
+            torch._dynamo.mark_static_address(x)
+
+
+def _whole_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK) * BLOCK
 
 
 def too_long_for(layers: Sequence[FixedLayer], key: Tensor, value: Tensor) -> OutOfPages:

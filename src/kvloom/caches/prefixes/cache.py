@@ -38,12 +38,14 @@ class PrefixSequence:
 
     __slots__ = ("groups", "num_cached", "num_shared", "salt", "stored", "tokens")
 
-    def __init__(self, tokens: list[int], salt: str, groups: list[Row], num_layers: int) -> None:
+    def __init__(
+        self, tokens: list[int], salt: str, groups: list[Row], num_layers: int, num_shared: int
+    ) -> None:
         self.tokens = tokens
         self.salt = salt
         self.groups = groups
         self.num_cached = groups[0].num_tokens
-        self.num_shared = 0  # pages that another sequence had, too
+        self.num_shared = num_shared  # pages that another sequence had, too
         self.stored = [self.num_cached] * num_layers
 
     @property
@@ -209,8 +211,8 @@ class PrefixCache:
         num_tokens, request = num_pages * prefixes.page_size, 0 if events is None else events.request
         tables = prefixes.hold(found, num_tokens, held, request)
         groups = [Row(table, num_pages - table.num_pages) for table in tables]
-        sequence = self._keep(PrefixSequence(ids, salt, groups, len(self.windows)))
-        sequence.num_shared = prefixes.num_shared(found)
+        sequence = PrefixSequence(ids, salt, groups, len(self.windows), prefixes.num_shared(found))
+        self._sequences[sequence] = None
         return sequence
 
     def extend(self, sequence: PrefixSequence, tokens: Iterable[int]) -> None:
@@ -323,12 +325,13 @@ class PrefixCache:
         """
         self._settle(sequence)
         groups = [own.fork() for own in sequence.groups]
-        other = PrefixSequence(sequence.tokens.copy(), sequence.salt, groups, len(self.windows))
-        other.num_shared = sequence.num_shared
+        tokens, num_shared = sequence.tokens.copy(), sequence.num_shared
+        other = PrefixSequence(tokens, sequence.salt, groups, len(self.windows), num_shared)
         other.stored = sequence.stored.copy()
         if sequence in self._grown:
             self._grown[other] = None
-        return self._keep(other)
+        self._sequences[other] = None
+        return other
 
     @whole
     def truncate(self, sequence: PrefixSequence, num_tokens: int) -> None:
@@ -365,10 +368,6 @@ class PrefixCache:
     def report(self) -> dict[str, int]:
         """Numbers of sequences, and of free, held and evictable pages, which sum to ``num_pages``."""
         return {"sequences": len(self._sequences), **self.pages.pool.report()}
-
-    def _keep(self, sequence: PrefixSequence) -> PrefixSequence:
-        self._sequences[sequence] = None
-        return sequence
 
     def _expect_live(self, sequence: PrefixSequence) -> None:
         if sequence not in self._sequences:

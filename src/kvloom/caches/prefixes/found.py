@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.core.text import Text
 from kvloom.paging import TreePath
 
 
@@ -17,7 +18,8 @@ class Found:
         pages: The tokens as of ``PrefixTree.packed``, if they are known.
 
     Attributes:
-        tokens, scope: As above.
+        tokens: As above, with what stores compute of them.
+        scope: As above.
         pages: Tokens of each full page, packed once.
         paths: Pages of each group, as far as its tree knows the text.
 
@@ -32,7 +34,7 @@ class Found:
         scope: str,
         pages: list[bytes] | None = None,
     ) -> None:
-        self._groups, self.tokens, self.scope = groups, tokens, scope
+        self._groups, self.tokens, self.scope = groups, Text.of(tokens), scope
         self.pages = groups[0].tree.packed(tokens) if pages is None else pages
         self.paths: list[TreePath] = [group.tree.walk(self.pages, scope) for group in groups]
 

@@ -80,9 +80,6 @@ class PrefixGroup:
         """Number of pages that a text needs for its tokens before ``end``, copies included."""
         return Growth([held.table], [max(end - held.num_tokens, 0)]).num_pages
 
-    def make_room(self, num_pages: int) -> None:
-        """Try to have ``num_pages`` free pages to read into; does nothing where the pool has a fixed size."""
-
     def append(self, held: Row, num_tokens: int) -> None:
         """Make room for more tokens of a text; raises as ``Pages.append``."""
         self.pages.append([held.table], [num_tokens])

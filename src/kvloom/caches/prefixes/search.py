@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvloom.caches.prefixes.found import Found
-from kvloom.caches.prefixes.group import GroupTable, PrefixGroup
+from kvloom.caches.prefixes.group import PrefixGroup
+from kvloom.caches.rows.row import Row
 from kvloom.caches.rows.saving import hold, save_pages
 from kvloom.paging import PageRef, PageTable, check, whole
 
@@ -175,7 +176,7 @@ class Prefixes:
                 refs += own.found
                 if group.below is not None and own.num_missing:
                     is_read = True
-                    group.make_room(own.num_missing)
+                    group.pages.make_room(own.num_missing)
                     refs[count:] = group.below.fetch(own.tokens, own.found, salt, found.scope, own.first)
         except BaseException:
             self.release(held)
@@ -234,7 +235,7 @@ class Prefixes:
             tables.append(table)
         return tables
 
-    def seal(self, held: Sequence[GroupTable], tokens: Sequence[int], scope: str, num_shared: int) -> None:
+    def seal(self, held: Sequence[Row], tokens: Sequence[int], scope: str, num_shared: int) -> None:
         """Let others find the full pages of a text, and ``prefer`` those that it shares.
 
         Args:
@@ -253,7 +254,7 @@ class Prefixes:
         if 0 < num_shared * self.page_size <= min(len(tokens), held[0].num_tokens):
             self.prefer(held, num_shared)
 
-    def keep(self, held: Sequence[GroupTable], tokens: Sequence[int], salt: str) -> None:
+    def keep(self, held: Sequence[Row], tokens: Sequence[int], salt: str) -> None:
         """Pass the full pages of a text to the store below each group.
 
         Args:
@@ -265,7 +266,7 @@ class Prefixes:
             if group.below is not None:
                 group.below.keep(tokens, own, salt)
 
-    def prefer(self, held: Sequence[GroupTable], num_pages: int) -> None:
+    def prefer(self, held: Sequence[Row], num_pages: int) -> None:
         """Evict the pages that complete a prefix of ``num_pages`` pages later: another text had it, too."""
         for group, own in zip(self.groups, held, strict=False):
             needed, first, pool = group.tree.first_needed(num_pages), own.first, group.pages.pool

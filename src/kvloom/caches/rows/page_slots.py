@@ -61,7 +61,8 @@ class PageSlots:
             self._room = room
         for b, (table, (first, _), (end, _)) in enumerate(zip(self._tables, self._ends, ends, strict=True)):
             if end > first:
-                new = torch.tensor(self._pages.first_slots(table.pages_from(first), self._storage))
+                ids = (ref.id for ref in table.pages_from(first))
+                new = torch.tensor(self._pages.first_slots(ids, self._storage))
                 at = self._before[b]
                 self._room.data[b, at + first : at + end] = new  # autograd may have saved what lies before
         self._slots, self._ends = self._room[:, :width].contiguous(), ends

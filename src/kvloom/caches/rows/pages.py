@@ -16,7 +16,7 @@ from kvloom.caches.tensors.memory import counted
 from kvloom.caches.tensors.storage import Storage
 from kvloom.core.memory import expect_memory
 from kvloom.errors import OutOfPages
-from kvloom.paging import Copy, Growth, PagePool, PageRef, PageTable
+from kvloom.paging import Copy, Growth, PagePool, PageTable
 
 _DOUBLED: Final = 128
 """Length of a sequence up to which its storage doubles."""
@@ -157,6 +157,9 @@ class Pages:
             )
             self.fit(self.storages[i])
 
+    def make_room(self, num_pages: int) -> None:
+        """Try to have ``num_pages`` free pages to read into; does nothing where the pool has a fixed size."""
+
     def fit(self, storage: Storage) -> None:
         """Grow a storage to every page of the pool."""
         storage.reserve(self.pool.num_extents, self.stride)
@@ -235,7 +238,7 @@ class Pages:
         Row b begins with ``before[b]`` placeholders, slot 0, for pages that table b no longer has, and ends
         with ``after[b]`` for such that it does not have yet.
         """
-        rows = [self.first_slots(table.pages, storage) for table in tables]
+        rows = [self.first_slots((ref.id for ref in table.pages), storage) for table in tables]
         none = [0] * len(rows)
         places = zip(before or none, rows, after or none, strict=True)
         rows = [[0] * m + row + [0] * n for m, row, n in places]
@@ -243,9 +246,10 @@ class Pages:
         padded = [[*row, *[-1] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=storage.device)
 
-    def first_slots(self, refs: Iterable[PageRef], storage: Storage) -> list[int]:
+    def first_slots(self, pages: Iterable[int], storage: Storage) -> list[int]:
         """First slot of each of some pages."""
-        return self._first_slots((ref.id for ref in refs), storage)
+        size, stride = storage.page_size, storage.stride
+        return [(extent * stride + index) * size for extent, index in map(self.pool.place, pages)]
 
     def slot(self, table: PageTable, token: int, storage: Storage) -> int:
         """Slot of one token of a sequence."""
@@ -254,7 +258,7 @@ class Pages:
 
     def slots(self, pages: Iterable[int], storage: Storage) -> Tensor:
         """Every slot of some pages, ``[pages * page_size]`` int64, on the CPU."""
-        first = torch.tensor(self._first_slots(pages, storage), dtype=torch.int64).unsqueeze(1)
+        first = torch.tensor(self.first_slots(pages, storage), dtype=torch.int64).unsqueeze(1)
         return (first + torch.arange(storage.page_size)).flatten()
 
     def run(self, tables: Sequence[PageTable]) -> Span | None:
@@ -301,10 +305,6 @@ class Pages:
             raise
         for table, first in zip(tables, accumulate(map(len, free), initial=0), strict=False):
             table.move(refs[first : first + table.num_pages])
-
-    def _first_slots(self, pages: Iterable[int], storage: Storage) -> list[int]:
-        size, stride = storage.page_size, storage.stride
-        return [(extent * stride + index) * size for extent, index in map(self.pool.place, pages)]
 
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
         """Number of pages that the pool must have."""

@@ -31,6 +31,8 @@ def zeros(
         device: Its device.
         is_touched: Whether the system gives all of the memory now; where it can, else when it is written.
     """
+    if torch.compiler.is_compiling():
+        return torch.zeros(shape, dtype=dtype, device=device)
     x = torch.empty(shape, dtype=dtype, device=device)
     first, last = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
     if x.device.type == "cpu" and first < last and advise("MADV_DONTNEED", first, last):

@@ -52,13 +52,9 @@ def _one_scale_store(
     x: Tensor, cache: Tensor, scale: Tensor | None, at: tuple[int, ...], bit: int, group: int
 ) -> None:
     """One scale of the whole head vector for every group."""
-    if bit == 0 or scale is None:
-        cache[at] = x.to(cache.dtype)
-        return
-    codes, of_all = pmx.quantize_group(x, bit)
-    scale[at] = pmx.saturated(pmx.rounded(of_all, scale.dtype))
-    packed = pmx.pack_nibbles(codes) if bit == 4 else codes
-    cache[at] = torch.tensor(packed, dtype=cache.dtype)
+    _STORE(x, cache, scale, at, bit, len(x))
+    if scale is not None and bit:
+        scale[at] = scale[at][0]
 
 
 def _codes_only(
@@ -129,9 +125,9 @@ def _dequantizer(
 
 def _undequantized(operator: Operator, call: Call, results: Results) -> Results | None:
     """New tokens are returned unquantized, not as stored."""
-    if not call.get("quant_bit") or "key" not in results:
+    if not call["quant_bit"]:
         return None
-    repeat = call.get("num_repeat", 1)
+    repeat = call["num_repeat"]
     for name in ("key", "value"):
         new = call[f"current_{name}"].repeat_interleave(repeat, dim=-2)
         if "seqstarts" not in call:
@@ -145,8 +141,8 @@ def _undequantized(operator: Operator, call: Call, results: Results) -> Results 
 
 
 def _tiled(operator: Operator, call: Call, results: Results) -> Results | None:
-    repeat = call.get("num_repeat", 1)
-    if repeat == 1 or "key" not in results:
+    repeat = call["num_repeat"]
+    if repeat == 1:
         return None
     for name in ("key", "value"):
         x = results[name]

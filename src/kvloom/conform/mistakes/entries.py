@@ -29,7 +29,8 @@ def _entry(call: Call, b: int) -> Call:
     }
 
 
-def _one_after_another(call: Call) -> pmx.PmxStored:
+def _one_after_another(**given: Any) -> pmx.PmxStored:
+    call = {"scale": None, "cache_mode": 0, **given}
     cache, scale = call["cache"], call["scale"]
     keys, values = [], []
     for b in range(len(call["start_pos"])):
@@ -39,8 +40,9 @@ def _one_after_another(call: Call) -> pmx.PmxStored:
     return pmx.PmxStored(torch.cat(keys), torch.cat(values), cache, scale)
 
 
-def _history_first(call: Call) -> pmx.PmxStored:
+def _history_first(**given: Any) -> pmx.PmxStored:
     """History is read before the call's stores, then the new tokens follow."""
+    call = {"cache_mode": 0, **given}
     stored = _STORED(**call)
     first = call["kvstarts"].tolist()
     for b, past in enumerate(call["start_pos"].tolist()):
@@ -53,22 +55,10 @@ def _history_first(call: Call) -> pmx.PmxStored:
     return stored
 
 
-def _by_name(function: Callable[[Call], pmx.PmxStored]) -> Callable[..., pmx.PmxStored]:
-    """Adapt ``function`` to the arguments of the oracle, some of which are positional."""
-    code = _STORED.__code__
-    names = code.co_varnames[: code.co_argcount]
-
-    def called(*given: Any, **more: Any) -> pmx.PmxStored:
-        call = {"scale": None, "cache_mode": 0, **dict(zip(names, given, strict=False)), **more}
-        return function(call)
-
-    return called
-
-
 def _pages(change: Callable[[Tensor, Call], Tensor]) -> Change:
     def changed(call: Call) -> Call | None:
-        table = call.get("cachestarts")
-        if not isinstance(table, Tensor) or table.ndim != 2:
+        table = call["cachestarts"]
+        if table.ndim != 2:
             return None
         known = (table >= 0) & (table < 1 << 40)
         return {**call, "cachestarts": torch.where(known, change(table.clamp(0, 1 << 40), call), table)}
@@ -78,10 +68,9 @@ def _pages(change: Callable[[Tensor, Call], Tensor]) -> Change:
 
 MISTAKES: Final = (
     by_numbers("entries one after another", "an entry is read before later entries of the call are written",
-               pmx,
-               dynamic_key_value_cache=_by_name(_one_after_another)),
+               pmx, dynamic_key_value_cache=_one_after_another),
     by_numbers("history read before the call writes", "history is read before other entries are written", pmx,
-               dynamic_key_value_cache=_by_name(_history_first)),
+               dynamic_key_value_cache=_history_first),
     by_call("page index for slot", "page entries are slots of a first token, divided by the page size here",
             _pages(lambda x, call: x // call["page_size"])),
     by_call("page starts rounded down", "a page may start at any slot, not only at multiples of its size",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.judging import named
@@ -20,7 +19,7 @@ TABLES: Final = {
 
 
 def _not_updated(operator: Operator, call: Call, results: Results) -> Results | None:
-    before = {k: x for k, x in named(call).items() if isinstance(x, Tensor)}
+    before = named(call)
     if "present_cache" in results:
         return {"present_cache": before["past_cache"]}
     if "past_key" in before and "present_key" in results:
@@ -34,7 +33,7 @@ def _not_updated(operator: Operator, call: Call, results: Results) -> Results | 
 
 def _not_updated_side(side: str) -> Callable[[Operator, Call, Results], Results | None]:
     def change(operator: Operator, call: Call, results: Results) -> Results | None:
-        before = {k: x for k, x in named(call).items() if isinstance(x, Tensor)}
+        before = named(call)
         names = [n for n in results if n.split(".")[0] in operator.updated and n.startswith(side)]
         return {**results, **{n: before[n] for n in names}} if names else None
 
@@ -55,9 +54,8 @@ def _zero(x: Any) -> Any:
 def _tail_zeroed(operator: Operator, call: Call, results: Results) -> Results | None:
     if operator.name in TABLES:
         return _pmx_tail_zeroed(operator, call, results)
-    found = {name: x.clone() for name, x in results.items()}
-    if "present_cache" in found:
-        x = found["present_cache"].movedim(call.get("axis", -2), 1)
+    if "present_cache" in results:
+        x = results["present_cache"].movedim(call.get("axis", -2), 1)
         count = call["update"].shape[call.get("axis", -2)]
         first = call["write_indices"].tolist() if "write_indices" in call else [0] * len(x)
         for row, at in zip(x, first, strict=True):
@@ -66,14 +64,14 @@ def _tail_zeroed(operator: Operator, call: Call, results: Results) -> Results | 
         ends, last = call["kv_indptr"].tolist()[1:], call["kv_last_page_len"].tolist()
         axis = 2 if call["kv_layout"] == "NHD" else 3
         for end, used in zip(ends, last, strict=True):
-            found["paged_kv_cache"][int(call["kv_indices"][end - 1])].movedim(axis - 1, 0)[used:] = 0
+            results["paged_kv_cache"][int(call["kv_indices"][end - 1])].movedim(axis - 1, 0)[used:] = 0
     elif "past_seqlens" in call:
         for block, used in _last_blocks(call):
             for name in ("key_cache", "value_cache"):
-                found[name][block, used:] = 0
+                results[name][block, used:] = 0
     else:
         return None
-    return found
+    return results
 
 
 def _last_blocks(call: Call) -> Iterator[tuple[int, int]]:
@@ -88,7 +86,6 @@ def _last_blocks(call: Call) -> Iterator[tuple[int, int]]:
 def _pmx_tail_zeroed(operator: Operator, call: Call, results: Results) -> Results | None:
     """Slots after the last token of each row, or of its last page."""
     axes = TABLES[operator.name][call["cache_layout"]]
-    found = {name: x.clone() for name, x in results.items()}
     places: list[dict[str, int]] = []
     if "seqstarts" not in call:
         slots, batch = call["cache"].shape[axes.index("S")], len(call["current_key"])
@@ -104,11 +101,11 @@ def _pmx_tail_zeroed(operator: Operator, call: Call, results: Results) -> Result
         return None
     for place in places:
         for name in ("cache", "scale"):
-            if name in found:
+            if name in results:
                 index = [place.get(axis, slice(None)) for axis in axes]
                 index[axes.index("L")] = call["layer_idx"]
-                found[name][tuple(index)] = 0
-    return found
+                results[name][tuple(index)] = 0
+    return results
 
 
 MISTAKES: Final[tuple[Mistake, ...]] = (

@@ -1,10 +1,15 @@
-"""Class of known mistakes, and two functions to make one."""
+"""Class of known mistakes, and functions to make one.
+
+A mistake names what it changes in a call. A call without that raises ``KeyError``, as which
+``Mistake.wrong`` says that the mistake does not apply.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
@@ -27,6 +32,7 @@ PAIRS: Final = (
     ("K", "V"),
     ("key_states", "value_states"),
 )
+"""Names of new keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Mistake:
         name: Name in reports.
         text: One sentence that says what to look at.
         wrong: Function that returns the wrong results of a legal call with all its attributes, given also a
-            copy of the right results; ``None`` if the mistake does not apply.
+            copy of the right results. ``None``, or any error, if the mistake does not apply.
     """
 
     name: str
@@ -67,17 +73,24 @@ def by_numbers(name: str, text: str, module: Any, **replaced: Any) -> Mistake:
     return Mistake(name, text, wrong)
 
 
-def changed(name: str, change: Callable[[Tensor, Call], Tensor]) -> Change:
-    def changed(call: Call) -> Call | None:
-        x = call.get(name)
-        return None if not isinstance(x, Tensor) or x.numel() == 0 else {**call, name: change(x, call)}
+def new_names(call: Call) -> list[str]:
+    """Names of the new keys of a call and, if it has them, of the values."""
+    pair = next(pair for pair in PAIRS if pair[0] in call)
+    return [name for name in pair if name in call]
 
-    return changed
+
+def changed(name: str, change: Callable[[Tensor, Call], Tensor]) -> Change:
+    return lambda call: {**call, name: change(call[name], call)} if call[name].numel() else None
+
+
+def zeroed(x: Tensor, call: Call) -> Tensor:
+    """Change to zeros."""
+    return torch.zeros_like(x)
 
 
 def set_to(name: str, value: Any) -> Change:
-    return lambda call: {**call, name: value} if name in call and call[name] is not value else None
+    return lambda call: {**call, name: value} if call[name] is not value else None
 
 
 def without(name: str) -> Change:
-    return lambda call: {k: x for k, x in call.items() if k != name} if call.get(name) is not None else None
+    return lambda call: {k: x for k, x in call.items() if k != name} if name in call else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.mistakes.making import Mistake, by_call, by_numbers, changed, without
+from kvloom.conform.mistakes.making import Mistake, by_call, by_numbers, changed, set_to, without, zeroed
 from kvloom.conform.oracles import recurrent
 from kvloom.conform.oracles.recurrent import State
 
@@ -43,23 +43,18 @@ def _read_before(before: State, after: State, query: Row, scale: float) -> Row:
     return [scale * x for x in recurrent.retrieved(before, query)]
 
 
-def _past_ignored(call: Call) -> Call | None:
-    past = call.get("past_state")
-    return None if past is None else {**call, "past_state": torch.zeros_like(past)}
+_past_ignored: Final = changed("past_state", zeroed)
 
 
-def _past_ignored_by_prompts(operator: Operator, call: Call, results: Results) -> Results | None:
-    ignoring = _past_ignored(call)
-    if ignoring is None:
-        return None
+def _past_ignored_by_prompts(call: Call) -> Call | None:
     count = call["query"].shape[1] if "query" in call else call["input"].shape[2]
-    return results if count == 1 else operator.oracle(ignoring)
+    return call if count == 1 else _past_ignored(call)
 
 
 def _transposed(operator: Operator, call: Call, results: Results) -> Results | None:
     """States are ``[V, K]``, if both sizes are equal."""
-    past = call.get("past_state")
-    if "query" not in call or past is None or past.shape[2] != past.shape[3]:
+    past = call["past_state"]
+    if past.shape[2] != past.shape[3]:
         return None
     found = operator.oracle({**call, "past_state": past.mT})
     return {**found, "present_state": found["present_state"].mT.contiguous()}
@@ -67,25 +62,22 @@ def _transposed(operator: Operator, call: Call, results: Results) -> Results | N
 
 def _interleaved(operator: Operator, call: Call, results: Results) -> Results | None:
     """Element d of head h is read at d * heads + h."""
-    if "q_num_heads" not in call:
-        return None
-    heads = call["kv_num_heads"]
+    heads, query_heads = call["kv_num_heads"], call["q_num_heads"]
 
     def sides(x: Tensor, count: int) -> Tensor:
         apart: Tensor = x.unflatten(2, (-1, count)).mT
         return apart.flatten(2)
 
-    given = {"query": sides(call["query"], call["q_num_heads"])}
+    given = {"query": sides(call["query"], query_heads)}
     given |= {name: sides(call[name], heads) for name in ("key", "value")}
     if "decay" in call:
         given["decay"] = sides(call["decay"], heads)
     found = operator.oracle({**call, **given})
-    output = found["output"].unflatten(2, (call["q_num_heads"], -1)).mT.flatten(2)
-    return {**found, "output": output}
+    return {**found, "output": found["output"].unflatten(2, (query_heads, -1)).mT.flatten(2)}
 
 
 def _by_values(call: Call) -> Call | None:
-    if "q_num_heads" not in call or call.get("scale"):
+    if call["scale"]:
         return None
     return {**call, "scale": 1.0 / math.sqrt(call["value"].shape[2] // call["kv_num_heads"])}
 
@@ -95,19 +87,16 @@ def _first_element(x: Tensor, call: Call) -> Tensor:
     return heads[..., :1].expand_as(heads).flatten(2)
 
 
-def _flipped(x: Tensor, call: Call) -> Tensor:
-    return x.flip(2)
+def _all_inputs(call: Call, past: Tensor | None) -> Tensor:
+    """Past inputs, zeros if there are none, and new ones."""
+    x, size = call["input"], call["weight"].shape[2] - 1
+    return torch.cat((x.new_zeros(*x.shape[:2], size) if past is None else past, x), dim=2)
 
 
 def _centered(operator: Operator, call: Call, results: Results) -> Results | None:
     """Windows end half a kernel later; inputs after the last one are 0."""
-    if "weight" not in call:
-        return None
-    x, size = call["input"], call["weight"].shape[2]
-    past = call.get("past_state")
-    if past is None:
-        past = torch.zeros(*x.shape[:2], size - 1, dtype=x.dtype)
-    padded = torch.cat((past, x, torch.zeros(*x.shape[:2], size // 2, dtype=x.dtype)), dim=2)
+    size, padded = call["weight"].shape[2], _all_inputs(call, call.get("past_state"))
+    padded = torch.nn.functional.pad(padded, (0, size // 2))
     later = padded[:, :, size // 2 :]
     found = operator.oracle({**call, "past_state": later[:, :, : size - 1], "input": later[:, :, size - 1 :]})
     return {**found, "present_state": results["present_state"]}
@@ -115,20 +104,12 @@ def _centered(operator: Operator, call: Call, results: Results) -> Results | Non
 
 def _state_of_inputs(operator: Operator, call: Call, results: Results) -> Results | None:
     """A call of fewer inputs than the state has columns forgets the earlier inputs."""
-    if "weight" not in call or "past_state" not in call:
-        return None
-    size = call["weight"].shape[2] - 1
-    padded = torch.cat((torch.zeros_like(call["past_state"]), call["input"]), dim=2)
-    return {**results, "present_state": padded[:, :, padded.shape[2] - size :]}
+    return {**results, "present_state": _all_inputs(call, None)[:, :, call["input"].shape[2] :]}
 
 
 def _state_without_the_newest(operator: Operator, call: Call, results: Results) -> Results | None:
-    if "weight" not in call:
-        return None
-    x, size = call["input"], call["weight"].shape[2] - 1
-    past = call.get("past_state")
-    padded = torch.cat((torch.zeros(*x.shape[:2], size, dtype=x.dtype) if past is None else past, x), dim=2)
-    return {**results, "present_state": padded[:, :, x.shape[2] - 1 : x.shape[2] - 1 + size]}
+    first, padded = call["input"].shape[2] - 1, _all_inputs(call, call.get("past_state"))
+    return {**results, "present_state": padded[:, :, first : first + call["weight"].shape[2] - 1]}
 
 
 def _newest_first(operator: Operator, call: Call, results: Results) -> Results | None:
@@ -165,7 +146,7 @@ MISTAKES: Final = (
             changed("beta", lambda x, call: torch.ones_like(x))),
     by_call("beta of the first head for all", "each head has a rate of its own",
             changed("beta", lambda x, call: x[..., :1].expand_as(x))),
-    by_call("decay ignored", "the state does not decay", changed("decay", lambda x, c: torch.zeros_like(x))),
+    by_call("decay ignored", "the state does not decay", changed("decay", zeroed)),
     by_call("decay negated", "the state is multiplied by exp(decay), not by exp(-decay)",
             changed("decay", lambda x, call: -x)),
     by_call("decay of the first element for all", "each element of a key has a decay of its own",
@@ -173,18 +154,19 @@ MISTAKES: Final = (
     by_call("scaled by the values", "without a scale it is 1 / sqrt of the elements of a key, not of a value",
             _by_values),
     by_call("past_state ignored", "the call begins with zeros, whatever past_state has", _past_ignored),
-    Mistake("past_state ignored by prompts", "calls of several tokens begin with past_state, too",
+    by_call("past_state ignored by prompts", "calls of several tokens begin with past_state, too",
             _past_ignored_by_prompts),
     Mistake("state transposed", "states are [K, V] of each head, not [V, K]", _transposed),
     Mistake("heads interleaved", "elements of a head lie side by side", _interleaved),
-    by_call("kernel flipped", "the last weight belongs to the newest input", changed("weight", _flipped)),
+    by_call("kernel flipped", "the last weight belongs to the newest input",
+            changed("weight", lambda x, call: x.flip(2))),
     by_call("kernel of the first channel for all", "each channel has a kernel of its own",
             changed("weight", lambda x, call: x[:1].expand_as(x))),
     by_call("bias ignored", "bias is not added", without("bias")),
     by_numbers("bias after the activation", "bias is added before the activation", recurrent,
                convolved=_bias_after),
     by_call("activation ignored", "activation has no effect",
-            lambda c: {**c, "activation": "none"} if c.get("activation", "none") != "none" else None),
+            set_to("activation", "none")),
     by_numbers("sigmoid for SiLU", "SiLU is the input times its sigmoid", recurrent, activated=_sigmoid),
     Mistake("later inputs read", "a window ends at its own input, it is not centered", _centered),
     Mistake("short calls forget", "the state keeps inputs of earlier calls where there are few new ones",

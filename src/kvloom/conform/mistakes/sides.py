@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.mistakes.making import PAIRS, Change, Mistake, by_call, by_numbers
+from kvloom.conform.mistakes.making import PAIRS, Change, Mistake, by_call, by_numbers, new_names
 from kvloom.conform.oracles import pmx
 
 Sides = Mapping[int, int | None]
@@ -17,18 +17,14 @@ Sides = Mapping[int, int | None]
 
 
 def _swapped(call: Call) -> Call | None:
-    for a, b in PAIRS:
-        if a in call and b in call:
-            return {**call, a: call[b], b: call[a]}
-    return None
+    a, b = new_names(call)
+    return {**call, a: call[b], b: call[a]}
 
 
 def _twice(which: int) -> Change:
     def change(call: Call) -> Call | None:
-        for pair in PAIRS:
-            if pair[0] in call and pair[1] in call:
-                return {**call, pair[1 - which]: call[pair[which]]}
-        return None
+        pair = new_names(call)
+        return {**call, pair[1 - which]: call[pair[which]]}
 
     return change
 
@@ -71,9 +67,7 @@ def _written_over(side: int) -> Callable[[Operator, Call, Results], Results | No
     """Tokens of ``side`` are written to the slots of the other side, and not to their own."""
 
     def change(operator: Operator, call: Call, results: Results) -> Results | None:
-        pair = next((pair for pair in PAIRS if pair[0] in call and pair[1] in call), None)
-        if pair is None:
-            return None
+        pair = new_names(call)
         if "paged_kv_cache" in results:
             pages = operator.oracle({**call, pair[1 - side]: call[pair[side]]})["paged_kv_cache"]
             pages[:, side] = call["paged_kv_cache"][:, side]
@@ -91,10 +85,8 @@ def _read_from(order: tuple[int, int]) -> Change:
     """Mistake for GatherPaKvCache, which only reads."""
 
     def change(call: Call) -> Call | None:
-        caches = [call.get("key_cache"), call.get("value_cache")]
-        if "block_tables" not in call or not isinstance(caches[0], Tensor) or caches[1] is None:
-            return None
-        if caches[0].shape != caches[1].shape:
+        caches = call["key_cache"], call["value_cache"]
+        if "block_tables" not in call or caches[0].shape != caches[1].shape:
             return None
         return {**call, "key_cache": caches[order[0]], "value_cache": caches[order[1]]}
 

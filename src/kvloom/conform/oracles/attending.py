@@ -195,12 +195,19 @@ def _codes(row: Tensor, scales: Tensor, head: int, bits: int) -> Tensor:
     codes = [quantized(x, s, bits) for x, s in zip(row.float().tolist(), of, strict=True)]
     if bits == 8:
         return torch.tensor(codes, dtype=torch.int8)
-    packed = [(codes[d] + 8) | ((codes[d + 1] + 8) << 4) for d in range(0, len(codes), 2)]
-    return torch.tensor(packed, dtype=torch.uint8)
+    pairs = zip(codes[::2], codes[1::2], strict=True)
+    return torch.tensor([packed(even, odd) for even, odd in pairs], dtype=torch.uint8)
+
+
+def packed(even: int, odd: int) -> int:
+    """Byte of the codes of an even element and of the next one."""
+    return (even + 8) | ((odd + 8) << 4)
+
+
+def unpacked(cache: Tensor) -> Tensor:
+    """Codes in bytes, in float64."""
+    return torch.stack((cache & 15, cache >> 4), dim=-1).flatten(-2).double() - 8
 
 
 def _dequantized(cache: Tensor, scales: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return cache.double() * scales.double()
-    nibbles = torch.stack((cache & 15, cache >> 4), dim=-1).flatten(-2)
-    return (nibbles.double() - 8) * scales.double()
+    return (cache.double() if bits == 8 else unpacked(cache)) * scales.double()

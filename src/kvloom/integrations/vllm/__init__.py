@@ -10,7 +10,7 @@ import os
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Final
 
-from kvloom.integrations.vllm.mla_config import give_back
+from kvloom.integrations.vllm.latent.settings import give_back
 
 __all__ = ["TESTED", "register", "vllm_version", "why_not_registered"]
 
@@ -38,14 +38,14 @@ def register() -> None:
         if not current_platform.is_cpu():
             return
         if refused is None:
-            names = "backend.KvloomBackend", "mla.KvloomCpuBackend", "mla.KvloomAmxBackend"
+            names = "backend.Kvloom", "latent.backend.KvloomCpu", "latent.backend.KvloomAmx"
             give_back(type(current_platform))
         else:
-            names = "guard.GuardedBackend", "guard_mla.GuardedCpuBackend", "guard_mla.GuardedAmxBackend"
+            names = "guard.Guarded", "latent.guard.GuardedCpu", "latent.guard.GuardedAmx"
             logger.warning("kvloom is not active: %s", refused)
         kinds = AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA
         for kind, name in zip(kinds, names, strict=True):
-            register_backend(kind, f"{__name__}.{name}")
+            register_backend(kind, f"{__name__}.{name}Backend")
     except (ImportError, AttributeError):
         if refused is None:
             raise

@@ -30,11 +30,11 @@ from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing
 from kvloom.integrations.vllm import layer as paged
 from kvloom.integrations.vllm import residual, smoothing
 from kvloom.integrations.vllm.builder import step_of
-from kvloom.integrations.vllm.guard import KINDS, GuardedBackend, GuardedImpl
+from kvloom.integrations.vllm.guard import KINDS, GuardedBackend, GuardedImpl, why_no_pages
 from kvloom.integrations.vllm.options import CODES, Options
 from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.integrations.vllm.recording import Recording
-from kvloom.integrations.vllm.watch import model_of
+from kvloom.integrations.vllm.storing.watch import model_of
 from kvloom.ops import KeySmoothing
 from kvloom.quant.rotation import block_of
 
@@ -257,11 +257,8 @@ class KvloomImpl(GuardedImpl):
         """Why kvloom does not support this layer; ``None`` if it does."""
         if self.attn_type != AttentionType.DECODER:
             return f"quantized pages must be of decoder attention, got {self.attn_type}"
-        if ops.cpu_kernels() is None:
-            return f"kvloom must have compiled kernels: {ops.why_unavailable('cpu')}"
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if (size := getattr(config.parallel_config, name)) > 1:
-                return f"{name} must be 1 for pages of kvloom, got {size}"
+        if (refused := why_no_pages(config)) is not None:
+            return refused
         if config.model_config.rswa_window is not None:
             return "pages of kvloom have no reference sliding window (R-SWA)"
         if config.model_config.is_mm_prefix_lm:

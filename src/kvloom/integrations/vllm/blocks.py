@@ -14,14 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom import ops
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
 from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.format import page_bytes
-from kvloom.store.tier import ReadPages
-from kvloom.store.transfer import views
+from kvloom.store.tiers.tier import ReadPages
+from kvloom.store.transfer import pack_slots, unpack_slots
 
 NULL_BLOCK: Final = 0
 
@@ -106,9 +105,8 @@ class Blocks:
             raise UnsupportedError(f"layers must have equal heads for a store on several ranks, got {counts}")
         self.page_size = page_size(groups)
         self._groups = groups
-        self._views = [layers[number] for number in sorted(layers)]
         group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
-        self._group_of = [group_of[number] for number in sorted(layers)]
+        self._layers = [(view, group_of[number]) for number, view in sorted(layers.items())]
         mine = fingerprint.layers
         if len(counts) == 1:
             mine = tuple(replace(layer, heads=len(heads)) for layer in fingerprint.layers)
@@ -135,14 +133,9 @@ class Blocks:
             blocks: Blocks of the request.
             pages: Numbers of the pages, all of which the blocks must have.
         """
-        packed = bytearray(len(pages) * self.page_bytes)
-        data = torch.frombuffer(packed, dtype=torch.uint8)
-        positions = torch.arange(pages.start * self.page_size, pages.stop * self.page_size)
-        slots = self._slots(blocks, positions)
-        targets = views(data, self._mine, self.page_size, len(pages))
-        for number, (view, target) in enumerate(zip(self._views, targets, strict=True)):
-            ops.copy(view, slots[self._group_of[number]], target, torch.arange(len(positions)))
-        return packed
+        slots = self._slots(blocks, torch.arange(pages.start * self.page_size, pages.stop * self.page_size))
+        layers = [(view, slots[group]) for view, group in self._layers]
+        return pack_slots(layers, self._mine, self.page_size, len(pages))
 
     def unpack(self, piece: ReadPages, blocks: BlockIds, end: int) -> None:
         """Write a piece to the blocks of a request; tokens of null blocks are skipped.
@@ -153,16 +146,14 @@ class Blocks:
             end: Position before which tokens are written.
         """
         segment, run = piece.segment, piece.run
-        first = run.first + segment.pages.start * run.page_size  # position of the first token in ``data``
+        first = run.first + segment.pages.start * run.page_size  # position of the first token in the piece
         positions = torch.arange(segment.start, min(segment.end, end))
-        data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
-        slots = self._slots(blocks, positions)
-        sources = views(data, self._mine, run.page_size, len(segment.pages))
-        for number, (view, source) in enumerate(zip(self._views, sources, strict=True)):
-            group = self._groups[self._group_of[number]]
-            target = slots[self._group_of[number]]
-            here = target // group.block_size != NULL_BLOCK
-            ops.copy(source, (positions - first)[here], view, target[here])
+        moves = []
+        for group, slots in zip(self._groups, self._slots(blocks, positions), strict=True):
+            here = slots // group.block_size != NULL_BLOCK
+            moves.append(((positions - first)[here], slots[here]))
+        layers = [(moves[group][0], view, moves[group][1]) for view, group in self._layers]
+        unpack_slots(piece, self._mine, layers)
 
     def _slots(self, blocks: BlockIds, positions: Tensor) -> list[Tensor]:
         """Slots of the tokens, one tensor per group."""

@@ -28,15 +28,15 @@ from kvloom.errors import ConfigError, UnsupportedError
 from kvloom.integrations.vllm import blocks
 from kvloom.integrations.vllm.backend import BITS
 from kvloom.integrations.vllm.blocks import Blocks, Group
-from kvloom.integrations.vllm.identity import identify
-from kvloom.integrations.vllm.metrics import COUNTS, ConnectorMetrics, Stats
-from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.options import Options
 from kvloom.integrations.vllm.pages import PageFormat
-from kvloom.integrations.vllm.planner import Planner, TransferPlan
-from kvloom.integrations.vllm.recurrent import StateGroups, States, spec_of, state_groups
 from kvloom.integrations.vllm.residual import SUFFIX
-from kvloom.integrations.vllm.watch import WeightWatch, model_of
+from kvloom.integrations.vllm.storing.identity import identify
+from kvloom.integrations.vllm.storing.metrics import COUNTS, ConnectorMetrics, Stats
+from kvloom.integrations.vllm.storing.mover import Mover
+from kvloom.integrations.vllm.storing.planner import Planner, TransferPlan
+from kvloom.integrations.vllm.storing.recurrent import StateGroups, States, spec_of, state_groups
+from kvloom.integrations.vllm.storing.watch import WeightWatch, model_of
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends import store_url
 from kvloom.store.sums import read_sums

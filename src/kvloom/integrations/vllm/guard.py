@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from kvloom import ops
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import why_not_registered
@@ -32,6 +33,20 @@ def refuse_unknown(kind: str, kinds: Sequence[str]) -> None:
             f"kv_cache_dtype must be {', '.join(kinds)} or the model's {own} on a CPU, got {kind!r}"
             + (f" (kvloom is not active: {why})" if why else "")
         )
+
+
+def why_no_pages(config: Any) -> str | None:
+    """Why no layer of an engine can have pages of kvloom; ``None`` if there is no such reason.
+
+    Args:
+        config: vLLM's configuration.
+    """
+    if ops.cpu_kernels() is None:
+        return f"kvloom must have compiled kernels: {ops.why_unavailable('cpu')}"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(config.parallel_config, name)) > 1:
+            return f"{name} must be 1 for pages of kvloom, got {size}"
+    return None
 
 
 class GuardedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]

@@ -119,7 +119,8 @@ def attention(
             tokens = replace(tokens, window=attention_mask.window)
     elif attention_mask is not None:
         causal, mask = False, _whole(attention_mask, query, tokens)
-    if _sees_all(tokens, attention_mask, query.shape[2]):
+    window = tokens.window
+    if window is not None and _sees_all(tokens.index.num_columns, window, attention_mask, query.shape[2]):
         tokens = replace(tokens, window=None)
     is_causal = mask is None and position_bias is None and tokens.window is None and bool(causal)
     if indices is not None and absorbed is not None and is_causal:
@@ -227,12 +228,12 @@ def _expect_sizes(
         )
 
 
-def _sees_all(tokens: Tokens, mask: Tensor | CompactMask | None, num_new: int) -> bool:
+def _sees_all(num_columns: int, window: int, mask: Tensor | CompactMask | None, num_new: int) -> bool:
     """Whether queries see all columns up to their own, though the cache keeps no more than a window.
 
     Moshi and Kyutai's speech to text make no mask of a window: it bounds what is kept after a forward.
     """
-    if tokens.window is None or num_new == 1 or tokens.index.num_columns <= tokens.window:
+    if num_new == 1 or num_columns <= window:
         return False
     return mask is None or (isinstance(mask, CompactMask) and mask.window is None)
 

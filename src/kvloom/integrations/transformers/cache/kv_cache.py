@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Final, SupportsIndex
 import torch
 from torch import Tensor
 
-from kvloom.caches import Cache, CacheFormat, FixedLayer, PagedLayer, Sequences
+from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
+from kvloom.caches.layer_set import LayerSet
 from kvloom.caches.layers.fixed import too_long_for
 from kvloom.caches.rows.selection import repeated, selected
 from kvloom.errors import ArgumentError, OutOfPages
@@ -56,7 +57,7 @@ class KVCache(StatefulCache):
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
-        self._cache = Cache(stream for layer in self._own_layers for stream in layer.streams)
+        self._cache = LayerSet(stream for layer in self._own_layers for stream in layer.streams)
 
     @property
     def sequences(self) -> list[Sequences]:

@@ -10,11 +10,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.core.entries import Entry
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.cache.build import make_layers
 from kvloom.integrations.transformers.cache.formats import cache_format
-from kvloom.integrations.transformers.cache.layers import KVCacheLayer
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
 from kvloom.integrations.transformers.models.cache_argument import as_argument
@@ -48,12 +46,10 @@ class Trial(NamedTuple):
     Attributes:
         why_wrong: Why the model cannot be fed a text in pieces; empty if it can.
         specs: Specs of the states of each layer; empty if it cannot.
-        entries: Unquantized entries of each layer with keys and values; empty if it cannot.
     """
 
     why_wrong: str
     specs: Specs
-    entries: dict[int, tuple[Entry, ...]]
 
 
 def trial_of(model: Any) -> Trial:
@@ -68,15 +64,9 @@ def why_wrong_in_pieces(model: Any) -> str:
 
 def _tried(model: Any) -> Trial:
     try:
-        layers = try_states(model).layers
+        return Trial("", specs_of(try_states(model).layers))
     except UnsupportedError as error:
-        return Trial(str(error), {}, {})
-    entries = {
-        i: tuple(x.storage.entry for x in layer.streams if x.storage is not None)
-        for i, layer in enumerate(layers)
-        if isinstance(layer, KVCacheLayer)
-    }
-    return Trial("", specs_of(layers), entries)
+        return Trial(str(error), {})
 
 
 def expect_causal(model: Any) -> None:

@@ -14,6 +14,7 @@ import transformers
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvloom.core.entries import Entry
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.models.cache_argument import takes_cache
 from kvloom.integrations.transformers.models.text_config import (
@@ -72,6 +73,7 @@ class LayerSpec:
         is_used: Whether the model updates it.
         keeps: What it keeps, in words.
         why_not: For each use that it does not allow, why, as a sentence.
+        entry: Unquantized entry of a token; ``None`` if no forward was seen.
     """
 
     number: int
@@ -85,6 +87,7 @@ class LayerSpec:
     is_used: bool = True
     keeps: str = "nothing"
     why_not: Mapping[Use, str] = field(default_factory=dict)
+    entry: Entry | None = None
 
     @property
     def is_foreign(self) -> bool:

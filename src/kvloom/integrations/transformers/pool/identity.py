@@ -31,8 +31,7 @@ from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.models.trials import undisturbed
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.states.specs import specs_of, states_of
-from kvloom.store.fingerprint import Fingerprint, LayerFormat
-from kvloom.store.probe import Probe
+from kvloom.store.fingerprint import Fingerprint, LayerFormat, Probe
 from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from kvloom.caches.prefixes.found import Found
 from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.caches.prefixes.search import Prefixes
 from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.core.text import Text
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.pool.origin import Origin, PoolCache
@@ -154,6 +155,7 @@ def commit_rows(
     Raises:
         ArgumentError, StateError: as ``Sequences.commit``.
     """
+    texts = [Text.of(row) for row in rows]
     groups = [*zip(cache.sequences, prefixes.groups, strict=False)]
     for sequences, group in groups:
         sequences.commit(group.tree, rows, origin.scopes())
@@ -165,7 +167,7 @@ def commit_rows(
             states.note(cache.sequences[0].pages.pool.events, "kept", held[0].table.request)
         held += [] if kept is None else [kept]
         prefixes.prefer(held, shared)
-        prefixes.keep(held, rows[row], stored_scope)
+        prefixes.keep(held, texts[row], stored_scope)
         if kept is not None:
             kept.table.release()
     for sequences, _ in groups:
@@ -185,7 +187,8 @@ def commit(
     if grid is None or states is None:
         commit_rows(cache, rows, origin, prefixes)
         return
+    texts = [Text(row) for row in rows]
     for end in sorted(grid.copies):
-        commit_rows(grid.copies[end], [row[:end] for row in rows], origin, prefixes, states, grid.found)
+        commit_rows(grid.copies[end], [text[:end] for text in texts], origin, prefixes, states, grid.found)
         grid.found = end
         del grid.copies[end]

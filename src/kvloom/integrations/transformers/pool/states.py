@@ -19,6 +19,8 @@ from kvloom.caches.rows.row import Row
 from kvloom.core.checks import expect_range
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.cache.trial import trial_of
+from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
+from kvloom.integrations.transformers.models.seen import entries_seen
 from kvloom.integrations.transformers.pool.origin import PoolCache
 from kvloom.integrations.transformers.states.grid import Grid
 from kvloom.integrations.transformers.states.specs import restore_states, stateful_layers, states_of
@@ -151,14 +153,14 @@ def states_for(
     if not stateful_layers(layers):
         return None
     interval = expect_interval(interval, page_size)
-    why_wrong, specs, entries = trial_of(model)
+    why_wrong, specs = trial_of(model)
     if why_wrong:
         raise UnsupportedError(why_wrong)
     if not specs:
         return None
     if max_bytes is None:
-        streams = ((x, y) for i, own in entries.items() for x, y in zip(layers[i].streams, own, strict=False))
-        nbytes = sum(stream.format.entry(entry).nbytes for stream, entry in streams)
+        entries = once_per_state(model, entries_seen)
+        nbytes = sum(layers[i].pages.format.entry(entry).nbytes for i, entry in entries.items())
         max_bytes = max(round(nbytes * (format.max_pages or 0) * page_size), least_bytes(specs, page_size))
     return PoolStates(specs, page_size, interval, max_bytes, model.device)
 

@@ -79,7 +79,7 @@ def attention(
     layer: Any = module.layer_idx
     if not isinstance(key, ExpandedStates):
         scores = ops.Scores(scaling, softcap=softcap, sinks=s_aux)
-        return cache.attend(layer, query, key, value, scores), None
+        return cache.steps.attend(layer, query, key, value, scores), None
     absorbed = key.absorbed(value, query) if isinstance(value, ExpandedStates) else None
     if absorbed is None:
         raise UnsupportedError(
@@ -88,7 +88,7 @@ def attention(
         )
     scaling = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
     scores = ops.Scores(scaling, softcap=softcap, sinks=s_aux)
-    out = cache.attend(layer, absorbed.query, key.latents, key.rope, scores, is_latent=True)
+    out = cache.steps.attend(layer, absorbed.query, key.latents, key.rope, scores, is_latent=True)
     return absorbed.values(out), None
 
 

@@ -6,26 +6,25 @@ heads, D head dim.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from kvloom import ops
 from kvloom.caches import CacheFormat
+from kvloom.core.text import Text
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.layer_specs import sources_of
 from kvloom.integrations.transformers.pool.states import PoolStates
 from kvloom.integrations.transformers.session.agent_sessions import AgentSessions, turn_of
-from kvloom.integrations.transformers.session.groups import Limits, make_groups
-from kvloom.integrations.transformers.session.held import Held, Text, most_findable, page_map_of, salt_of
-from kvloom.integrations.transformers.session.plan import Begun, StepPlan
+from kvloom.integrations.transformers.session.groups import Limits, TokenLayers
+from kvloom.integrations.transformers.session.growing import GrowingPages
+from kvloom.integrations.transformers.session.held import Held, most_findable, page_map_of, salt_of
 from kvloom.integrations.transformers.session.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.session.recurrent import MixerCalls, copied, expect_apart
 from kvloom.integrations.transformers.session.report import PageMap
-from kvloom.integrations.transformers.session.sizes import TokenLayers
 from kvloom.integrations.transformers.session.stand_ins import NoSectors
-from kvloom.integrations.transformers.session.step import SharedKeys, StepAttention
+from kvloom.integrations.transformers.session.step import Steps
 from kvloom.integrations.transformers.states.mixers import CacheOfMixers
 from kvloom.paging import PageTable, check
 
@@ -47,7 +46,6 @@ class BatchCache(CacheOfMixers):
         config: Configuration of the model.
         layers: Its layers that keep keys and values.
         format: Cache format of the tokens.
-        dtype: Dtype that the model computes in.
         device: Device of the model.
         max_pages: Largest number of pages in the first group.
         max_batch_tokens: Largest number of tokens in a step.
@@ -74,7 +72,6 @@ class BatchCache(CacheOfMixers):
         config: Any,
         layers: TokenLayers,
         format: CacheFormat,
-        dtype: torch.dtype,
         device: torch.device,
         *,
         max_pages: int,
@@ -92,21 +89,21 @@ class BatchCache(CacheOfMixers):
         self._num_positions = int(getattr(config, "max_position_embeddings", None) or 0)
         self.device, self.use_prefix_sharing, self.pool = device, share, NoSectors()
         self.cache_allocators = {KIND: self}
-        limits = Limits(layers, format, dtype, num_requests, max_batch_tokens).pages(max_pages)
-        self.codes, self.residuals = make_groups(layers, format, dtype, device, limits, policy)
-        self.groups = [*self.codes, *self.residuals]
+        limits = Limits(layers, format, num_requests, max_batch_tokens)
+        self.groups = limits.groups(max_pages, policy, device)
+        codes, residuals = self.groups[: len(limits.codes)], self.groups[len(limits.codes) :]
+        self.codes, self.residuals = codes, residuals
         main = self.groups[0]
-        self.pages, self.growing, self.tree = main.pages, main.growing, main.tree
+        self.pages, self.tree = cast(GrowingPages, main.pages), main.tree
         self.bytes_per_sector = round(size * sum(x.nbytes_per_token for x in main.storages.values()))
         self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0
         self.candidate: Any = None
         """Request whose prompt is looked up next, since the scheduler passes its id, but not its salt."""
         self.prefixes = SessionPrefixes(self.groups, watch, states, stateful, agents)
-        self._attention = StepAttention(self.codes, self.residuals, format.recent, sources_of(config))
         self._held: dict[str, Held] = {}
-        self._stateful = stateful
-        self.plan = StepPlan(self.groups, stateful, device)
         self.lock = self.prefixes.agents.lock
+        steps = codes, residuals, format.recent, sources_of(config), stateful, device, self.lock
+        self.steps = Steps(*steps)
 
     @property
     def block_table(self) -> dict[str, list[int]]:
@@ -123,7 +120,7 @@ class BatchCache(CacheOfMixers):
     @property
     def num_room(self) -> int:
         """Number of pages that requests can still take."""
-        return self.growing.num_room
+        return self.pages.num_room
 
     # Pages of requests
 
@@ -176,7 +173,7 @@ class BatchCache(CacheOfMixers):
                 return self._extend(held, past, past + request_len)
             missing = self.needs_new_blocks(state.request_id, past, request_len)
             if not dry_run:
-                self.growing.grow(missing)
+                self.pages.make_room(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
             held = self._begin(state)
@@ -189,11 +186,14 @@ class BatchCache(CacheOfMixers):
     def _extend(self, held: Held, past: int, end: int) -> bool:
         """Take pages for the tokens of a request from ``past`` to ``end`` in every group, if possible."""
         try:
-            return all(
-                group.extend(own, past, end) for group, own in zip(self.groups, held.groups, strict=True)
-            )
+            for group, own in zip(self.groups, held.groups, strict=True):
+                group.release_passed(own, past)
+                new = end - own.num_tokens
+                if new > 0 and not own.fill(new):
+                    group.append(own, new)
         except (MemoryError, torch.OutOfMemoryError):  # OutOfPages among them; nothing was taken
             return False
+        return True
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Release the pages of a request; pages that can be found again are evicted last.
@@ -231,7 +231,7 @@ class BatchCache(CacheOfMixers):
                     self.pages.pool.events.request = 0
                 for group in self.groups:
                     group.tree.evict(group.pages.pool.num_evictable)
-            self.plan.clear()
+            self.steps.clear()
 
     def reset(self) -> None:
         """Release and evict all pages."""
@@ -321,7 +321,11 @@ class BatchCache(CacheOfMixers):
 
     def compute_free_capacity(self, relative: bool = True) -> float:
         """Pages that requests can still take, as a share of the present limit, or in bytes."""
-        return self.growing.free_share if relative else float(self.num_room * self.bytes_per_sector)
+        return (
+            self.num_room / max(self.pages.limit, 1)
+            if relative
+            else float(self.num_room * self.bytes_per_sector)
+        )
 
     def evict_cached_blocks(self) -> bool:
         """Do nothing and return false, since taking a page evicts one if needed."""
@@ -337,38 +341,23 @@ class BatchCache(CacheOfMixers):
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
         """Add a request to the next step."""
-        self.plan.add(request_id, past_length, query_length)
+        self.steps.add(self._held[request_id], past_length, query_length)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
         """Pass new tokens on to attention, which stores them; layers call this since transformers 5.24."""
         kwargs["cache"] = self
-        return self._attention.handed_on(self, layer_idx, key_states), value_states
+        return self.steps.handed_on(self, layer_idx, key_states), value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0, since a step passes the positions of its tokens; models that count them are not supported."""
         return 0
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | SharedKeys,
-        value: Tensor,
-        scores: ops.Scores,
-        is_latent: bool = False,
-    ) -> Tensor:
-        """Store the tokens of the step in a layer and attend, as ``StepAttention``."""
-        return self._attention(self._begin_step().step, layer, query, key, value, scores, is_latent)
-
     @property
     def recording(self) -> MixerCalls | None:
         """The calls of mixers in this step; ``None`` for a model without recurrent states."""
-        return self._begin_step().calls if self._stateful is not None else None
-
-    def _begin_step(self) -> Begun:
-        return self.plan.begin(self._held, self.lock)
+        return self.steps.calls
 
     # Reports
 

@@ -4,19 +4,23 @@ Each group has its own pages. Requests hold the pages that their later tokens se
 the window.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from kvloom.caches import CacheFormat, Pages
+from kvloom.caches import CacheFormat
 from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.caches.prefixes.states import StateSpec
-from kvloom.caches.rows.row import Row
-from kvloom.caches.tensors.storage import Storage
+from kvloom.core.entries import Entry
+from kvloom.core.specs import dtype_name
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
+from kvloom.integrations.transformers.models.cache_argument import argument_of
+from kvloom.integrations.transformers.models.layer_specs import LayerSpec, layers_of
+from kvloom.integrations.transformers.models.seen import entries_seen
 from kvloom.integrations.transformers.session.growing import GrowingPages
-from kvloom.integrations.transformers.session.sizes import TokenLayers, page_bytes, specs_of
 
 STATES_SHARE: Final = 2
 """Ratio of bytes of pages to bytes of recurrent states that can be found."""
@@ -27,156 +31,117 @@ _COPIES: Final = 2
 _SHARE: Final = 32
 """Ratio of pages of codes to pages of residual windows that are kept at the ends of requests."""
 
+TokenLayers: TypeAlias = Mapping[int, LayerSpec]
+"""Layers that keep keys and values of their own, with the entry of a token, by their numbers."""
 
-class SessionGroup(PrefixGroup):
-    """The pages of the layers of one window, or of their residual windows.
+
+def token_layers_of(model: Any) -> TokenLayers:
+    """Layers of a model that keep keys and values, in the dtype of the model."""
+    entries, dtype, found = once_per_state(model, entries_seen), dtype_name(model.dtype), {}
+    for layer in layers_of(model):
+        if (seen := entries.get(layer.number)) is not None:
+            key, value = (replace(side or seen.key, dtype=dtype) for side in (seen.key, seen.value))
+            found[layer.number] = replace(layer, entry=Entry(seen.heads, key, value))
+    return found
+
+
+def stateful_layers_of(model: Any) -> list[Any] | None:
+    """Layers of an empty cache of transformers for a model; ``None`` if no layer has recurrent states.
+
+    Raises:
+        UnsupportedError: a layer has states, and the model does not take its cache as ``cache``.
+    """
+    layers = layers_of(model)
+    if not any(x.states for x in layers):
+        return None
+    if (name := argument_of(model)) != "cache":
+        raise UnsupportedError(
+            "model must take its cache as `cache` where it has recurrent states, as those of transformers "
+            f"5.24 do, got {type(model).__name__}, which takes `{name}`"
+        )
+    return [x.theirs for x in layers]
+
+
+class GroupPlan(NamedTuple):
+    """One group of layers, before it has pages.
 
     Attributes:
-        growing: Growth of the pages.
-
-    Args:
-        pages: Empty pages.
         window: Tokens that a token sees, itself included; ``None`` for all.
-        storages: Storage of each layer.
-        max_pages: Largest number of pages.
+        format: Format of its tokens.
+        entries: Unquantized entry of a token of each of its layers.
+        num_needed: Number of pages that the requests of a step need for what they see and for new tokens.
     """
 
-    def __init__(
-        self, pages: Pages, window: int | None, storages: dict[int, Storage], max_pages: int
-    ) -> None:
-        super().__init__(pages, window)
-        pages.storages.update(storages)
-        self.growing = GrowingPages(pages, max_pages)
+    window: int | None
+    format: CacheFormat
+    entries: dict[int, Entry]
+    num_needed: int
 
-    def make_room(self, num_pages: int) -> None:
-        """Allocate pages before findable pages are evicted."""
-        self.growing.grow(num_pages)
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, scales included."""
+        nbytes = (self.format.of_layer(i).entry(own).nbytes for i, own in self.entries.items())
+        return self.format.page_size * sum(nbytes)
 
-    def extend(self, held: Row, past: int, end: int) -> bool:
-        """Take pages for the tokens of a request from ``past`` to ``end``; false if there are too few.
-
-        Raises:
-            MemoryError: memory was refused; nothing was taken.
-        """
-        self.release_passed(held, past)
-        new = end - held.num_tokens
-        if new <= 0 or held.fill(new):
-            return True
-        missing = self.num_missing(held, end)
-        self.growing.grow(missing)
-        if missing > self.growing.num_room:
-            return False
-        self.append(held, new)
-        return True
-
-
-def make_groups(
-    layers: TokenLayers,
-    format: CacheFormat,
-    dtype: torch.dtype,
-    device: torch.device,
-    limits: Sequence[int],
-    policy: str,
-) -> tuple[list[SessionGroup], list[SessionGroup]]:
-    """The groups of a model.
-
-    Args:
-        layers: Layers that keep keys and values, as ``token_layers_of``.
-        format: Cache format of the tokens.
-        dtype: Dtype that the model computes in.
-        device: Device of the model.
-        limits: Largest number of pages of each group, as ``Limits.pages``.
-        policy: Which pages are evicted first, in layers without a window.
-
-    Returns:
-        Groups of all layers, those without a window first; and groups of the residual windows of layers that
-        keep codes, in the same order.
-    """
-    size, codes, residuals = format.page_size, list[SessionGroup](), list[SessionGroup]()
-    windows = group_windows(layers)
-    exact = format.residual(size)
-    limit = iter(limits)
-    for window in windows:
-        storages = {
-            i: Storage(
-                *specs_of(layers, i, format, dtype),
-                size,
-                device,
-                format.layout,
-                smoothing=format.of_layer(i).smoothing,
-            )
-            for i, own in layers.items()
-            if own.window == window
-        }
-        max_pages = next(limit)
-        kept = replace(format, max_tokens=max_pages * size, recent=0)
-        pages = Pages(kept, policy=policy if window is None else "lru")
-        codes.append(SessionGroup(pages, window, storages, max_pages))
-    for group in codes:
-        storages = {
-            i: Storage(*specs_of(layers, i, exact, dtype), size, device, exact.layout)
-            for i in group.storages
-            if format.of_layer(i).recent
-        }
-        if storages:
-            max_pages = next(limit)
-            pages = Pages(replace(exact, max_tokens=max_pages * size))
-            newest = format.residual_window(group.window)
-            residuals.append(SessionGroup(pages, newest, storages, max_pages))
-    return codes, residuals
-
-
-def group_windows(layers: TokenLayers) -> list[int | None]:
-    """The window of each group of layers, ``None`` first."""
-    return sorted({x.window for x in layers.values()}, key=lambda window: window or 0)
+    def group(self, num_pages: int, policy: str, device: torch.device) -> PrefixGroup:
+        """The group, with at most ``num_pages`` pages, of which ``policy`` evicts those without a window."""
+        format = replace(self.format, max_tokens=num_pages * self.format.page_size)
+        pages = GrowingPages(format, policy if self.window is None else "lru")
+        for i, own in self.entries.items():
+            dims = own.key.head_dim, (own.value or own.key).head_dim
+            pages.add_layers([i], own.heads, dims, getattr(torch, own.key.dtype), device)
+        return PrefixGroup(pages, self.window)
 
 
 class Limits:
-    """Largest number of pages of each group of a session.
+    """The groups of a session, and the largest number of pages of each.
 
     Args:
-        layers: Layers that keep keys and values, as ``token_layers_of``.
+        layers: Layers that keep keys and values.
         format: Cache format of the tokens.
-        dtype: Dtype that the model computes in.
         num_requests: Largest number of requests in a step.
         max_batch_tokens: Largest number of tokens in a step.
+
+    Attributes:
+        codes: Groups of all layers, those without a window first.
+        residuals: Groups of the residual windows of layers that keep codes, in the same order.
     """
 
     def __init__(
-        self,
-        layers: TokenLayers,
-        format: CacheFormat,
-        dtype: torch.dtype,
-        num_requests: int,
-        max_batch_tokens: int,
+        self, layers: TokenLayers, format: CacheFormat, num_requests: int, max_batch_tokens: int
     ) -> None:
         size = format.page_size
-        self._windows, self._needed, self._bytes = group_windows(layers), list[int](), list[int]()
-        for window in self._windows:
-            members = [i for i, own in layers.items() if own.window == window]
-            self._bytes.append(page_bytes(layers, format, dtype, members))
-        self._num_codes = len(self._windows)
-        for window in list(self._windows):
-            members = [i for i, own in layers.items() if own.window == window and format.of_layer(i).recent]
-            if members:
-                self._windows.append(format.residual_window(window))
-                self._bytes.append(page_bytes(layers, format.residual(size), dtype, members))
-        for window in self._windows:
-            each = 0 if window is None else -(-window // size) + 2
-            self._needed.append(num_requests * each + -(-max_batch_tokens // size))
+        self.codes, self.residuals = list[GroupPlan](), list[GroupPlan]()
+        for window in sorted({x.window for x in layers.values()}, key=lambda x: x or 0):
+            own = {i: x.entry for i, x in layers.items() if x.window == window and x.entry is not None}
+            newest = {i: x for i, x in own.items() if format.of_layer(i).recent}
+            kinds = (self.codes, window, replace(format, recent=0), own), (
+                self.residuals, format.residual_window(window), format.residual(size), newest
+            )  # fmt: skip
+            for groups, seen, kept, entries in kinds:
+                each = 0 if seen is None else -(-seen // size) + 2
+                needed = num_requests * each + -(-max_batch_tokens // size)
+                if entries:
+                    groups.append(GroupPlan(seen, kept, entries, needed))
+        self._groups = [*self.codes, *self.residuals]
 
     def pages(self, main: int) -> list[int]:
         """Number of pages of each group, if the first one has ``main`` pages."""
-        codes = [min(main, needed + main // 4) for needed in self._needed[1 : self._num_codes]]
-        return [main, *codes, *(min(main, x) + main // _SHARE for x in self._needed[self._num_codes :])]
+        codes = [min(main, x.num_needed + main // 4) for x in self.codes[1:]]
+        return [main, *codes, *(min(main, x.num_needed) + main // _SHARE for x in self.residuals)]
+
+    def groups(self, main: int, policy: str, device: torch.device) -> list[PrefixGroup]:
+        """The groups, of which the first one has at most ``main`` pages."""
+        every = zip(self._groups, self.pages(main), strict=True)
+        return [plan.group(num_pages, policy, device) for plan, num_pages in every]
 
     def nbytes(self, main: int) -> int:
         """Bytes of the pages of all groups, if the first one has ``main`` pages."""
-        return sum(count * size for count, size in zip(self.pages(main), self._bytes, strict=True))
+        return sum(x.page_bytes * count for x, count in zip(self._groups, self.pages(main), strict=True))
 
     def most(self, room: int) -> int:
         """Largest number of pages of the first group with which all fit into ``room`` bytes; at least one."""
-        low, high = 1, max(room // self._bytes[0], 1)
+        low, high = 1, max(room // self.codes[0].page_bytes, 1)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.nbytes(middle) <= room else (low, middle - 1)
@@ -185,14 +150,17 @@ class Limits:
     @property
     def residual_bytes(self) -> int:
         """Bytes of the residual windows of all requests of a step."""
-        first = self._num_codes
-        return sum(n * size for n, size in zip(self._needed[first:], self._bytes[first:], strict=True))
+        return sum(x.num_needed * x.page_bytes for x in self.residuals)
+
+
+def page_bytes(layers: TokenLayers, format: CacheFormat) -> int:
+    """Bytes of a page in all layers, scales included."""
+    return sum(x.page_bytes for x in Limits(layers, format, 0, 0).codes)
 
 
 def plan_pages(
     layers: TokenLayers,
     format: CacheFormat,
-    dtype: torch.dtype,
     room: int,
     num_requests: int,
     max_batch_tokens: int,
@@ -201,9 +169,8 @@ def plan_pages(
     """Largest number of pages of the first group that fit into ``room`` bytes with those of all others.
 
     Args:
-        layers: Layers that keep keys and values, as ``token_layers_of``.
+        layers: Layers that keep keys and values.
         format: Cache format of the tokens.
-        dtype: Dtype that the model computes in.
         room: Bytes for all pages and states.
         num_requests: Largest number of requests in a step.
         max_batch_tokens: Largest number of tokens in a step.
@@ -214,7 +181,7 @@ def plan_pages(
         recurrent states fit into half of ``room``.
     """
     while True:
-        limits = Limits(layers, format, dtype, num_requests, max_batch_tokens)
+        limits = Limits(layers, format, num_requests, max_batch_tokens)
         states = num_requests * _COPIES * sum(x.nbytes for x in specs)
         if limits.residual_bytes + states <= room // 2 or num_requests == 1:
             room -= states

@@ -31,31 +31,6 @@ class RequestStates(NamedTuple):
     num_tokens: int
 
 
-class Text(Sequence[int]):
-    """First tokens of a request, without a copy: its prompt and what it generated.
-
-    Args:
-        prompt: Tokens of the prompt.
-        generated: Tokens after them; more may be added.
-        num_tokens: Number of tokens of the text.
-    """
-
-    def __init__(self, prompt: Sequence[int], generated: Sequence[int], num_tokens: int) -> None:
-        self._prompt, self._generated = prompt, generated
-        self._indices = range(num_tokens)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, at: Any) -> Any:
-        first, indices = len(self._prompt), self._indices[at]
-        if isinstance(indices, int):
-            return self._prompt[indices] if indices < first else self._generated[indices - first]
-        parts = self._prompt, self._generated
-        start, stop = indices.start, max(indices.stop, indices.start)
-        return [*parts[0][start:stop], *parts[1][max(start - first, 0) : max(stop - first, 0)]]
-
-
 @dataclass(slots=True, eq=False)
 class Held:
     """Pages and states of one request.

@@ -33,13 +33,18 @@ from kvloom.integrations.transformers.session.agent_sessions import TURN, AgentS
 from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
-from kvloom.integrations.transformers.session.groups import STATES_SHARE, plan_pages
+from kvloom.integrations.transformers.session.groups import (
+    STATES_SHARE,
+    page_bytes,
+    plan_pages,
+    stateful_layers_of,
+    token_layers_of,
+)
 from kvloom.integrations.transformers.session.held import SALT
 from kvloom.integrations.transformers.session.penalties import text_apart
 from kvloom.integrations.transformers.session.recurrent import nbytes_of
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
-from kvloom.integrations.transformers.session.sizes import page_bytes, stateful_layers_of, token_layers_of
 from kvloom.integrations.transformers.session.stand_ins import Attending
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states.mixers import watch_mixers
@@ -133,7 +138,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._stateful = stateful_layers_of(model)
         self._specs: Specs = {}
         if self._stateful is not None:
-            why_wrong, self._specs, _ = trial_of(model)  # while the model still has its own attention
+            why_wrong, self._specs = trial_of(model)  # while the model still has its own attention
             if why_wrong:
                 raise UnsupportedError(why_wrong)
             watch_mixers(model)
@@ -263,8 +268,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 preemptions=cache.num_preempted,
                 tokens_asked=cache.num_asked,
                 tokens_found=cache.num_found,
-                steps=cache.plan.num_steps,
-                tokens_computed=cache.plan.num_tokens,
+                steps=cache.steps.num_steps,
+                tokens_computed=cache.steps.num_tokens,
                 window_bytes=sum(group.pages.nbytes for group in cache.codes[1:]),
                 recent_bytes=sum(group.pages.nbytes for group in cache.residuals),
                 state_bytes=nbytes_of(cache.held()),
@@ -373,15 +378,12 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 count = min(config.max_requests_per_batch, max_batch_tokens)
                 specs = [x for own in self._specs.values() for x in own]
                 room = int(free * config.max_memory_percent)
-                plan = plan_pages(
-                    self._layers, self._format, model.dtype, room, count, max_batch_tokens, specs
-                )
+                plan = plan_pages(self._layers, self._format, room, count, max_batch_tokens, specs)
                 max_pages, config.max_requests_per_batch = plan
         cache = BatchCache(
             text,
             self._layers,
             self._format,
-            model.dtype,
             model.device,
             max_pages=max_pages,
             max_batch_tokens=max_batch_tokens,
@@ -399,5 +401,5 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def _make_states(self, max_pages: int) -> PoolStates:
         """Pages of findable recurrent states, in half the bytes of pages, at least for eight texts."""
         model, size, specs = self.model, self._format.page_size, self._specs
-        nbytes = max_pages * page_bytes(self._layers, self._format, model.dtype) // STATES_SHARE
+        nbytes = max_pages * page_bytes(self._layers, self._format) // STATES_SHARE
         return PoolStates(specs, size, self._interval, max(nbytes, least_bytes(specs, size)), model.device)

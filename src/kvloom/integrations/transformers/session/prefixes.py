@@ -6,13 +6,13 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 from kvloom.caches.prefixes.found import Found
+from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.caches.prefixes.search import Needed, Prefixes
 from kvloom.integrations.transformers.fingerprint.scopes import scope_of
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.pool.prefixes import num_shared
 from kvloom.integrations.transformers.pool.states import PoolStates
 from kvloom.integrations.transformers.session.agent_sessions import AgentSessions, AgentTurn, num_common
-from kvloom.integrations.transformers.session.groups import SessionGroup
 from kvloom.integrations.transformers.session.held import Held, RequestStates
 from kvloom.integrations.transformers.session.recurrent import StateRows
 from kvloom.integrations.transformers.session.store_reads import StoreReads
@@ -41,7 +41,7 @@ class SessionPrefixes(Prefixes):
 
     def __init__(
         self,
-        groups: Sequence[SessionGroup],
+        groups: Sequence[PrefixGroup],
         watch: ModelWatch | None = None,
         states: PoolStates | None = None,
         stateful: Sequence[Any] | None = None,
@@ -223,7 +223,7 @@ class SessionPrefixes(Prefixes):
         for group, own in zip(self._layers, held.groups, strict=True):
             groups.append(own.fork(0))
             groups[-1].truncate(len(tokens))
-            limits.append(group.growing.max_pages)
+            limits.append(group.pages.format.max_pages or 0)
         if self.states is not None:
             states, scope = self.states.group, self.scope(held.salt)
             num_pages = self.num_known(tokens, scope)

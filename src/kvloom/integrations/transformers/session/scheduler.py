@@ -65,7 +65,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             if made[0] is not None or len(self.active_requests) > 1:
                 return made
             alone = [*self.active_requests.values(), *self._may_begin()][0]
-            if alone is not asked_for and self.cache.growing.ask_again():
+            if alone is not asked_for and self.cache.pages.ask_again():
                 asked_for = alone  # a request does not fail because memory was refused to another
                 continue
             with self.cache.lock:

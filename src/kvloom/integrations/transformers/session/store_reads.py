@@ -11,9 +11,9 @@ from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.pool.identity import Identity
 from kvloom.paging import PageRef
 from kvloom.store.below import StoreBelow
-from kvloom.store.readers import Readers
 from kvloom.store.store import KVStore
-from kvloom.store.tier import ReadPages
+from kvloom.store.tiers.readers import Readers
+from kvloom.store.tiers.tier import ReadPages
 from kvloom.store.transfer import layers_of
 
 _MOST: Final = 4
@@ -183,7 +183,7 @@ class StoreReads:
             return PartialPage(num_tokens, refs, False)
         try:
             for group, below, pieces in zip(self._groups, self._below, found, strict=True):
-                group.make_room(1)
+                group.pages.make_room(1)
                 refs += group.pages.pool.take(1)
                 below.write_part(pieces, refs[-1], num_tokens, end)
         except (OutOfPages, MemoryError):

@@ -1,0 +1,1 @@
+"""Endpoints of the server, by their subject."""

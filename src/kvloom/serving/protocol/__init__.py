@@ -1,0 +1,1 @@
+"""Requests as clients write them: fields, messages, tools, pictures and grammars, read and checked."""

@@ -1,0 +1,1 @@
+"""One store of a chain: its runs, threads, failures and limits."""
