@@ -1,9 +1,10 @@
-"""Cross-attention: a decoder's queries over the keys of an encoder, which are stored once and read in place.
+"""Cross-attention: a decoder's queries over the keys of an encoder, stored once and read in place.
 
-Rows of a batch with the same keys share one stored row, as beams do. Their queries become queries of that row,
-so its tokens are read once for all of them.
+Rows of a batch with the same keys share one stored row, as beams do. Their queries become queries of that
+row, so its tokens are read once for all of them.
 
-Shapes: B rows, R stored rows, Q queries of each row, N tokens of the encoder, Hq query heads, Dk and Dv head dims.
+Shapes: B rows, R stored rows, Q queries of each row, N tokens of the encoder, Hq query heads, Dk and Dv head
+dims.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ class Sources:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> "Sources":
-        """Sources of keys and values ``[B, H, N, D]``: rows that follow one another and are equal share one."""
+        """Sources of keys and values ``[B, H, N, D]``: equal rows that follow one another share one."""
         rows = list[int]()
         for b in range(key.shape[0]):
             is_new = b == 0 or not _are_equal(key, value, b - 1, b)
@@ -73,9 +74,9 @@ class Sources:
         return x[self.rows]
 
     def lengths_of(self, mask: Tensor) -> Tensor | None:
-        """``[B or 1]`` int64, number of visible tokens, if a mask shows each query the first ones; else ``None``.
+        """``[B or 1]`` int64, the number of tokens that a mask shows, if these are the first ones.
 
-        Layers have the same mask, so only the first one looks at it.
+        ``None`` for another mask. Layers have the same one, so only the first layer looks at it.
         """
         if torch.compiler.is_compiling() or mask.shape[1] != 1:
             return None
@@ -163,8 +164,8 @@ def attend_crossed(
         bias = None
     lengths = None
     if mask is not None:
-        mask = mask[..., : tokens.index.num_columns]
         lengths = sources.lengths_of(mask) if bias is None else None
+        mask = mask[..., : tokens.index.num_columns]
     if lengths is not None:
         mask = None
     elif bias is not None:
@@ -188,7 +189,9 @@ def _merged(x: Tensor, repeats: int) -> Tensor:
     """``[R, H, repeats * Q, D]`` of ``[B or 1, H, Q, D]``: queries of rows that follow one another."""
     if len(x) == 1:
         return x.repeat(1, 1, repeats, 1)
-    return x.unflatten(0, (-1, repeats)).transpose(1, 2).flatten(2, 3)
+    rows, heads, num_new, size = x.shape
+    parted = x.reshape(rows // repeats, repeats, heads, num_new, size)
+    return parted.transpose(1, 2).reshape(rows // repeats, heads, repeats * num_new, size)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,7 +212,9 @@ def _lengths_of(mask: Tensor) -> Tensor | None:
     seen = seen[:, 0]
     lengths = seen.sum(-1)
     column = torch.arange(seen.shape[-1], device=seen.device)
-    fits = (seen == (column < lengths.unsqueeze(-1))).all() & (lengths == lengths[:, :1]).all() & lengths.all()
+    fits = (
+        (seen == (column < lengths.unsqueeze(-1))).all() & (lengths == lengths[:, :1]).all() & lengths.all()
+    )
     return lengths[:, 0] if bool(fits) else None
 
 

@@ -5,7 +5,7 @@ Shapes: B rows, R stored rows, N tokens of the encoder, H key/value heads, D hea
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States
 from kvloom.integrations.transformers.cache.pairs import PairGuard
 from kvloom.paging import whole
 
-_PAGE: int = 16
+_PAGE: Final = 16
 """Tokens in a page where the decoder's tokens are in fixed storage."""
 
 
@@ -66,17 +66,15 @@ class EncoderKVCache(KVCache):
         self._sources = Sources()
 
     @classmethod
-    def beside(cls, decoder: KVCache, format: CacheFormat) -> "EncoderKVCache":
-        """An empty one for the layers of a decoder, whose tokens have this format."""
+    def beside(cls, decoder: Sequence[Any], format: CacheFormat) -> "EncoderKVCache":
+        """An empty one beside the layers of a decoder, whose tokens have this format."""
         layers = None
         if format.layers is not None:
             layers = tuple(replace(x, smoothing=None) for x in format.layers)
         size = _PAGE if format.page_size == 1 else format.page_size
-        own = replace(
-            format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers
-        )
+        own = replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
         sequences = Sequences(own)
-        return cls([EncoderLayer(PagedLayer(own, sequences, i), x._config) for i, x in enumerate(decoder.layers)])
+        return cls([EncoderLayer(PagedLayer(own, sequences, i), x._config) for i, x in enumerate(decoder)])
 
     @property
     def num_rows(self) -> int:
@@ -106,15 +104,16 @@ class EncoderKVCache(KVCache):
             self._set_sources(Sources.of(key_states, value_states))
         elif not self._sources.fit(key_states, value_states):
             self._part()
-        own = (self._sources.taken(x) for x in (key_states, value_states))
+        taken, spread = self._sources.taken, self._sources.spread
         try:
-            keys, values = super().update(*own, layer_idx)
+            keys, values = super().update(taken(key_states), taken(value_states), layer_idx)
         except BaseException:
             if is_first:
                 self._set_sources(Sources())
             raise
-        if not isinstance(keys, LazyStates):
-            return self._sources.spread(keys), self._sources.spread(values)
+        self.layers[layer_idx].pages.stored()  # finds slots, which no compiler can
+        if not isinstance(keys, LazyStates) or not isinstance(values, LazyStates):
+            return spread(cast(Tensor, keys)), spread(cast(Tensor, values))
         pair = CrossStates.of(keys.tokens, keys.dtype, self._sources)
         pair[0].untrained, pair[1].untrained = keys.untrained, values.untrained
         return pair
@@ -162,11 +161,11 @@ _Whole: Any = type(
 
 
 class EncoderDecoderKVCache(KVCache, _Whole):  # type: ignore[misc]
-    """Both halves of an encoder-decoder's cache, kept in kvloom pages: ``EncoderDecoderCache`` of transformers.
+    """Both halves of an encoder-decoder's cache in kvloom pages; an ``EncoderDecoderCache`` of transformers.
 
     It is the cache of the decoder's tokens itself, ``self_attention_cache``, with the cache of the encoder's
-    keys and values beside it, ``cross_attention_cache``. Lengths and ``crop`` are of the decoder's tokens, and
-    changes of rows are of both.
+    keys and values beside it, ``cross_attention_cache``. Lengths and ``crop`` are of the decoder's tokens,
+    and changes of rows are of both.
 
     Attributes:
         is_updated: Whether a layer has the keys and values of the encoder, by its number.
@@ -177,11 +176,12 @@ class EncoderDecoderKVCache(KVCache, _Whole):  # type: ignore[misc]
         self._encoder = EncoderKVCache() if encoder is None else encoder
         self.is_updated: dict[int, bool] = {}
 
-    def _prepare(self, model: Any, format: CacheFormat) -> None:
-        super()._prepare(model, format)
-        self.pair_guard = PairGuard(model)
-        self._encoder = EncoderKVCache.beside(self, format)
-        self._encoder.pair_guard = self.pair_guard
+    @classmethod
+    def of(cls, model: Any, layers: list[Any], format: CacheFormat) -> "EncoderDecoderKVCache":
+        """An empty cache of a model, whose decoder has these layers."""
+        cache = cls(layers, EncoderKVCache.beside(layers, format))
+        cache.pair_guard = cache._encoder.pair_guard = PairGuard(model)
+        return cache
 
     @property
     def self_attention_cache(self) -> "EncoderDecoderKVCache":
@@ -254,4 +254,4 @@ class EncoderDecoderKVCache(KVCache, _Whole):  # type: ignore[misc]
             self._encoder._select(rows)
 
 
-KVCache.of_encoder_decoder = EncoderDecoderKVCache
+KVCache.of_encoder_decoder = EncoderDecoderKVCache.of

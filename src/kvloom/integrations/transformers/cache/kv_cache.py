@@ -52,8 +52,8 @@ class KVCache(StatefulCache):
     holders writes it, so reordering and forking move no keys or values.
     """
 
-    of_encoder_decoder: "ClassVar[type[KVCache]]"
-    """Class of the caches of encoder-decoder models, which is made of this one."""
+    of_encoder_decoder: "ClassVar[Callable[[Any, list[Any], CacheFormat], KVCache]]"
+    """Makes a cache of both halves, of a class that is made of this one."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
@@ -120,15 +120,12 @@ class KVCache(StatefulCache):
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
-        cache = (cls.of_encoder_decoder if model.config.is_encoder_decoder else cls)(layers)
-        cache._prepare(model, format)
+        has_encoder = model.config.is_encoder_decoder
+        cache = cls.of_encoder_decoder(model, layers, format) if has_encoder else cls(layers)
+        cache.remembered.memory = memory_of(model)
         if rollback:
             record_past(model, cache, rollback)
         return cache
-
-    def _prepare(self, model: Any, format: CacheFormat) -> None:
-        """Fit an empty cache to a model."""
-        self.remembered.memory = memory_of(model)
 
     @classmethod
     def from_legacy_cache(
