@@ -83,7 +83,7 @@ class KVCache(StatefulCache):
             model: A ``PreTrainedModel`` that generates. Keys and values are stored in kvloom pages, those of
                 sliding windows only as long as they are seen; recurrent states stay in transformers' own
                 layers, and so do layers of an unknown kind, which a WARNING names. For an encoder-decoder
-                model it is the cache of the decoder's self-attention, for ``EncoderDecoderCache``.
+                model the result is an ``EncoderDecoderKVCache``, with the encoder's keys and values beside.
             kv: Format of keys and values, one of ``STORAGE``, or the path of a plan. ``"int8:g32"`` has a
                 float16 scale for each 32 elements of a head vector; ``"int8"`` for each gcd(64, head dim).
                 Codes of fewer bits have the same, and rotated keys unless it is ``"int4,rotate=none"``.
