@@ -43,8 +43,9 @@ FAMILIES: dict[str, dict[str, tuple[int, ...]]] = {
         BartForConditionalGeneration BigBirdPegasusForConditionalGeneration BlenderbotForConditionalGeneration
         BlenderbotSmallForConditionalGeneration FSMTForConditionalGeneration Florence2ForConditionalGeneration
         LEDForConditionalGeneration LongT5ForConditionalGeneration M2M100ForConditionalGeneration
-        MBartForConditionalGeneration MT5ForConditionalGeneration MarianMTModel MvpForConditionalGeneration NllbMoeForConditionalGeneration
-        PLBartForConditionalGeneration PegasusForConditionalGeneration PegasusXForConditionalGeneration
+        MBartForConditionalGeneration MT5ForConditionalGeneration MarianMTModel MvpForConditionalGeneration
+        NllbMoeForConditionalGeneration PLBartForConditionalGeneration PegasusForConditionalGeneration
+        PegasusXForConditionalGeneration
         ProphetNetForConditionalGeneration SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText
         SwitchTransformersForConditionalGeneration T5ForConditionalGeneration T5Gemma2ForConditionalGeneration
         T5GemmaForConditionalGeneration UMT5ForConditionalGeneration

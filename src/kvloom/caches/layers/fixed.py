@@ -14,7 +14,7 @@ from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
 from kvloom.caches.layers.changing import Forks
 from kvloom.caches.layers.layer import Layer
 from kvloom.caches.layers.read_only import ReadOnly
-from kvloom.caches.layers.ring import Ring, load_ring
+from kvloom.caches.layers.ring import Added, Ring, load_ring
 from kvloom.caches.rows.sequences import ROLLBACK
 from kvloom.caches.tensors.memory import counted, free_bytes, outside_inference_mode
 from kvloom.caches.tensors.storage import Storage
@@ -202,8 +202,7 @@ class FixedLayer(Layer):
         tokens = ring.tokens(first, self.length, self.num_columns)
         if recent is None or self.num_recent == 1:
             return tokens
-        newest = recent.tokens(self._first_recent, self.length, self._num_recent_columns(0))
-        return replace(tokens, exact=self._exact(recent, newest, first))
+        return self._beside(recent, tokens, first)[0]
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``stored`` as tensors; with a window, 0 after the tokens."""
@@ -247,34 +246,30 @@ class FixedLayer(Layer):
         ring, recent = self._allocated(), self._recent
         num_new, before = key.shape[2], (self.window or 1) - 1
         end = self.length + num_new
-        added = [(ring, ring.add(key, value, self.length, before + num_new))]
-        tokens = added[0][1].tokens
+        added = ring.add(key, value, self.length, before + num_new)
+        tokens, newest = added.tokens, None
         if recent is not None:
-            newest = recent.add(key, value, self.length, self._num_recent_columns(num_new))
-            exact = self._exact(recent, newest.tokens, (self.length - before).clamp(min=0))
-            added, tokens = [*added, (recent, newest)], replace(tokens, exact=exact)
+            first = (self.length - before).clamp(min=0)
+            tokens, newest = self._beside(recent, tokens, first, (key, value))
         result = self._gathered(tokens, key.dtype) if is_gathered else tokens
-        for kept, new in added:
-            kept.keep(new)
+        ring.keep(added)
+        if recent is not None and newest is not None:
+            recent.keep(newest)
         self.length.copy_(end)
         return result
 
-    @property
-    def _first_recent(self) -> Tensor:
-        """Position of the first token that the next one reads from the residual window."""
-        return (self.length - self.num_recent + 1).clamp(min=0)
-
-    def _num_recent_columns(self, num_new: int) -> int:
-        """Columns of the residual window that ``num_new`` tokens read."""
-        count = self.num_recent - 1 + num_new
-        return count if self.max_tokens is None else min(count, self.max_tokens)
-
-    def _exact(self, recent: Ring, newest: Tokens, first: Tensor) -> Exact:
-        """The residual window beside tokens that begin at ``first``, or at 0 with ``max_tokens``."""
-        start = self._first_recent
+    def _beside(
+        self, recent: Ring, tokens: Tokens, first: Tensor | int, new: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tokens, Added | None]:
+        """Tokens from position ``first`` on with their residual window, in which ``new`` ones are stored."""
+        start = (self.length - self.num_recent + 1).clamp(min=0)
+        num_columns = self.num_recent - 1 + (0 if new is None else new[0].shape[2])
+        if self.max_tokens is not None:
+            first, num_columns = 0, min(num_columns, self.max_tokens)
+        added = None if new is None else recent.add(*new, self.length, num_columns)
+        newest = recent.tokens(start, self.length, num_columns) if added is None else added.tokens
         unknown = (recent.gone - start).clamp(min=0).expand(self.size)
-        column = start - first if self.max_tokens is None else start
-        return Exact(newest, self.format.recent, unknown, column)
+        return replace(tokens, exact=Exact(newest, self.format.recent, unknown, start - first)), added
 
     def _gathered(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key, value = tokens.gather(dtype)

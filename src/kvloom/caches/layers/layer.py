@@ -28,7 +28,7 @@ class _Side:
         self._side = side
 
     def __get__(self, layer: "Layer", owner: Any = None) -> Tensor:
-        if (waiting := layer.assigned(self._side)) is not None:
+        if (waiting := layer.assignment.get(self._side)) is not None:
             return waiting
         if layer.storage is None or layer.dtype is None:
             raise StateError("no tokens were stored yet")
@@ -160,10 +160,6 @@ class Layer(Changing):
         """
         first = first_seen(self.num_tokens, self.window)
         return self.num_tokens - first + query_length, first
-
-    def assigned(self, side: int) -> Tensor | None:
-        """Keys (0) or values (1) that were assigned while the other side still has another length."""
-        return self.assignment.get(side)
 
     @abstractmethod
     def replace(self, new: Mapping[int, Tensor]) -> None:

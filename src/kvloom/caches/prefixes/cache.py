@@ -311,10 +311,8 @@ class PrefixCache:
         rows = [(x, length - num_new, length) for x, length in zip(sequences, lengths, strict=True)]
         storages = [groups[number].storages[layer] for number in numbers]
         (_, batch, first), *beside = (self._step(number, rows)[1] for number in numbers)
-        if not beside:
-            return storages[0].attend(queries, batch, scores, first)
-        exact = storages[1], beside[0].batch
-        return storages[0].attend_beside(queries, batch, scores, *exact, self.num_recent, first)
+        exact = (storages[1], beside[0].batch, self.num_recent) if beside else None
+        return storages[0].attend(queries, batch, scores, first, beside=exact)
 
     @whole
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:

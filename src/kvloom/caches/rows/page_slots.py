@@ -56,7 +56,9 @@ class PageSlots:
             return self._slots
         width = max(n + count for n, (count, _) in zip(self._before, ends, strict=True))
         if width > self._room.shape[1]:
-            room = self._new_room(width)
+            with outside_inference_mode():
+                shape = len(self._tables), width + width // 4 + 16
+                room = torch.full(shape, -1, dtype=torch.int64, device=self._storage.device)
             room[:, : self._slots.shape[1]] = self._slots
             self._room = room
         for b, (table, (first, _), (end, _)) in enumerate(zip(self._tables, self._ends, ends, strict=True)):
@@ -72,11 +74,6 @@ class PageSlots:
         self._stride, self._ends = self._storage.stride, ends_of(self._tables)
         self._slots = self._pages.table(self._tables, self._storage, self._before, after)
         self._room = self._slots[:, :0]
-
-    def _new_room(self, width: int) -> Tensor:
-        with outside_inference_mode():
-            shape = len(self._tables), width + width // 4 + 16
-            return torch.full(shape, -1, dtype=torch.int64, device=self._storage.device)
 
 
 def ends_of(tables: Sequence[PageTable]) -> list[tuple[int, PageRef | None]]:

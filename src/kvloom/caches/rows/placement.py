@@ -227,19 +227,14 @@ class RowPlacement:
         """Whether no other sequence holds a page of these."""
         return all(self.pages.pool.is_writable(ref) for table in self.tables for ref in table.pages)
 
-    def expect_begun(self, counts: Sequence[int]) -> None:
-        """Raise StateError if a sequence has not begun; ``counts`` of removed tokens are for the message."""
-        if max(self.begins, default=0) > self.num_positions:
-            b = self.begins.index(max(self.begins))
-            raise StateError(
-                f"counts must be one number for all while sequence {b} has not begun, with padding of "
-                f"{self.begins[b]} in {self.num_positions} columns, got {list(counts)}"
-            )
-
     def expect_removable(self, counts: Sequence[int]) -> None:
         """Raise StateError if later tokens would see evicted ones, or some sequence has not begun."""
-        if len(set(counts)) > 1:
-            self.expect_begun(counts)
+        latest = max(self.begins, default=0)
+        if len(set(counts)) > 1 and latest > self.num_positions:
+            raise StateError(
+                f"counts must be one number for all while sequence {self.begins.index(latest)} has not "
+                f"begun, with padding of {latest} in {self.num_positions} columns, got {list(counts)}"
+            )
         if self.window is None or not self.is_required or self._reaches_previous(counts):
             return
         for b, (row, count) in enumerate(zip(self.rows, counts, strict=True)):

@@ -202,6 +202,7 @@ class Storage:
         scores: ops.Scores,
         first_position: Tensor | None = None,
         is_latent: bool = False,
+        beside: "tuple[Storage, ops.Batch, int] | None" = None,
     ) -> Tensor:
         """Attention over this storage; as ``ops.attend``.
 
@@ -212,35 +213,15 @@ class Storage:
             first_position: ``[B]``, position in its text of token 0 of each sequence of the index; ``None``
                 for 0.
             is_latent: As of ``ops.attend``.
+            beside: Storage of a residual window, the same queries with slots in it, and its length: each
+                query reads that many of the last tokens unquantized, its own included. ``None`` without one.
         """
-        return attend(query, self.view, batch, scores, self.transform, first_position, is_latent)
-
-    def attend_beside(
-        self,
-        query: Tensor,
-        batch: ops.Batch,
-        scores: ops.Scores,
-        exact: "Storage",
-        newest: ops.Batch,
-        num_newest: int,
-        first_position: Tensor | None = None,
-        is_latent: bool = False,
-    ) -> Tensor:
-        """``attend`` with a residual window: each query reads the last ``num_newest`` tokens unquantized.
-
-        Args:
-            query: As of ``attend``.
-            batch: The same.
-            scores: The same.
-            exact: Storage of the residual window.
-            newest: The same queries, with slots in ``exact``.
-            num_newest: Length of the residual window, the query's own token included.
-            first_position: As of ``attend``.
-            is_latent: The same.
-        """
+        codes = self.view, batch, scores, self.transform, first_position, is_latent
+        if beside is None:
+            return attend(query, *codes)
+        exact, newest, num_newest = beside
         of_newest = scores_of_newest(scores, num_newest)
         part = ops.attend_part(query, exact.view, newest, of_newest, is_latent=is_latent)
-        codes = self.view, batch, scores, self.transform, first_position, is_latent
         return attend_behind(part, query, *codes, skip=num_newest, skip_from=None)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor, positions: Tensor | None = None) -> None:

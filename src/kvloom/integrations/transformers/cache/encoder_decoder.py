@@ -44,7 +44,7 @@ class EncoderLayer(KVCacheLayer):
         return None if pair is None else (self.sources.spread(pair[0]), self.sources.spread(pair[1]))
 
     def _side(self, side: int) -> Any:
-        if self._dtype is None or not self.is_in_place or self.pages.assigned(side) is not None:
+        if self._dtype is None or not self.is_in_place or self.pages.assignment.get(side) is not None:
             return super()._side(side)
         pair, self._pair = self._pair, None
         if pair is None or side == 0:

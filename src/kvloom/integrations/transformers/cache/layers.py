@@ -216,7 +216,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return replace(self.pages.stored(), rows=None).gather(self._dtype)
 
     def _side(self, side: int) -> Tensor | None:
-        waiting = self.pages.assigned(side)
+        waiting = self.pages.assignment.get(side)
         if waiting is not None:
             return waiting
         pair = self.gathered()

@@ -154,11 +154,11 @@ class Steps:
             storage.store(key, value, slots, step.positions)
         if window is not None:
             scores = replace(scores, window=window)
-        if source not in self._residuals:
-            return storage.attend(query, batch, scores, first, is_latent)[None]
-        number, exact = self._residuals[source]
-        slots, newest, _ = step.groups[number]
-        if source == layer:
-            exact.store(key, value, slots)
-        beside = exact, newest, self._num_newest, first, is_latent
-        return storage.attend_beside(query, batch, scores, *beside)[None]
+        beside = None
+        if source in self._residuals:
+            number, exact = self._residuals[source]
+            slots, newest, _ = step.groups[number]
+            if source == layer:
+                exact.store(key, value, slots)
+            beside = exact, newest, self._num_newest
+        return storage.attend(query, batch, scores, first, is_latent, beside)[None]
