@@ -37,6 +37,7 @@ MOVED: Final = {
     "caches.fixed_recent": "caches.layers.ring",
     "caches.prefix": "caches.prefixes.cache",
     "caches.prefix_group": "caches.prefixes.group",
+    "integrations.onnx.reference": "integrations.onnx.session",
     "integrations.transformers.batching": "integrations.transformers.session",
     "integrations.transformers.moved": "moved",
     "integrations.transformers.pool_memory": "integrations.transformers.pool.memory",

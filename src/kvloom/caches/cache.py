@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvloom.caches.format import expect_config
 from kvloom.caches.layer_set import LayerSet
+from kvloom.caches.layers.changing import cropped_length
 from kvloom.caches.layers.kinds import DynamicLayer, StaticLayer
-from kvloom.caches.layers.layer import Layer, cropped_length, expect_config
+from kvloom.caches.layers.layer import Layer
 from kvloom.caches.layers.quantized import QuantizedLayer
 from kvloom.caches.rows.selection import reordered, repeated, selected
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range

@@ -27,6 +27,13 @@ RESIDUAL_ROLLBACK: Final = 16
 """Tokens kept beyond a residual window: after removing up to this many it is still complete."""
 
 
+def expect_config(name: str, value: int, low: int) -> int:
+    """``value`` if it is an int of at least ``low``, else ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")
+    return value
+
+
 def num_exact(recent: int) -> int:
     """Number of the last tokens of a text that are unquantized in a residual window of ``recent``.
 
@@ -34,6 +41,11 @@ def num_exact(recent: int) -> int:
     these tokens is read unquantized, and all before them as codes.
     """
     return recent - 1 + RESIDUAL_ROLLBACK
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """Position of the first token that one at ``position`` sees."""
+    return 0 if window is None else max(position - window + 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +85,12 @@ class CacheFormat:
     smoothing: KeySmoothing | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
-            raise ConfigError(f"page_size must be a positive int, got {self.page_size!r}")
-        most = self.max_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise ConfigError(f"max_tokens must be a positive int or None, got {most!r}")
+        expect_config("page_size", self.page_size, 1)
+        if self.max_tokens is not None:
+            expect_config("max_tokens", self.max_tokens, 1)
         if self.layout not in PAGE_LAYOUTS:
             raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
-        if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
-            raise ConfigError(f"recent must be an int of at least 0, got {self.recent!r}")
+        expect_config("recent", self.recent, 0)
         others = self.values.quant if self.values is not None else None
         if self.quant and others and self.quant.range and others.range not in ("", self.quant.range):
             raise ConfigError(f"values must have the range of keys, {self.quant.range}, got {others.range}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tensors.absorption import LatentSizes, is_faster_expanded
-from kvloom.caches.tensors.transform import Transform, load_restored
+from kvloom.caches.tensors.transform import Transform, stored_by
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer
@@ -88,7 +88,9 @@ class Requests:
             at = torch.arange(len(latents))
             full_range = format.key.quant is not None and format.key.quant.full_range
             kept = latents.unsqueeze(1), rope.unsqueeze(1)
-            layer.store(*kept, row[at // size] * size + at % size, view, transform, full_range=full_range)
+            layer.store_in_pages(
+                *kept, row[at // size] * size + at % size, view, transform, full_range=full_range
+            )
         return view
 
     def step(self, sizes: LatentSizes | None = SIZES) -> LatentStep:
@@ -127,7 +129,7 @@ class Requests:
         for b, at in enumerate(slots):
             row = self.common.block_table_tensor[b].long()
             of_codes = row[at // BLOCK] * BLOCK + at % BLOCK
-            codes = load_restored(of_codes, self.view, torch.float32, self.transform)
+            codes = ops.load(of_codes, self.view, dtype=torch.float32, **stored_by(self.transform))
             query = self.query[first : first + self.new[b]].double()
             behind = (at[-self.new[b] :, None] - at)[:, None]
             kept, was = (
@@ -221,5 +223,5 @@ def test_v2_lite_expands_from_171_queries_on() -> None:
 def test_attention_in_both_directions_is_refused() -> None:
     both = common([2])
     both.causal = False
-    with pytest.raises(UnsupportedError, match="must be attended to causally, got causal=False"):
+    with pytest.raises(UnsupportedError, match="pages of kvloom must be causal, got causal=False"):
         latent_step_of(both, BLOCK, SIZES)

@@ -3,15 +3,16 @@
 Shapes: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from kvloom.caches.format import RESIDUAL_ROLLBACK, CacheFormat, num_exact
-from kvloom.caches.layers.layer import Forks, Layer
+from kvloom.caches.layers.changing import Forks
+from kvloom.caches.layers.layer import Layer
 from kvloom.caches.layers.read_only import ReadOnly
 from kvloom.caches.layers.ring import Ring, load_ring
 from kvloom.caches.rows.sequences import ROLLBACK
@@ -23,7 +24,6 @@ from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
 from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError
 
-_Result = TypeVar("_Result")
 _LARGEST: Final = 1 << 62
 """A number of bytes larger than any memory."""
 
@@ -129,9 +129,9 @@ class FixedLayer(Layer):
         return before + query_length, (self.length - before).clamp(min=0)
 
     @property
-    def nbytes_recent(self) -> int:
-        """Bytes of the residual window."""
-        return 0 if self._recent is None else self._recent.storage.nbytes
+    def residual_storage(self) -> Storage | None:
+        """The tensors of the residual window; ``None`` without one."""
+        return None if self._recent is None else self._recent.storage
 
     def nbytes_for(self, key: Tensor, value: Tensor) -> int:
         """Bytes that ``allocate_for`` takes."""
@@ -223,19 +223,8 @@ class FixedLayer(Layer):
         if self._recent is not None:
             self._recent.forget(self.length)
 
-    def _update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self._extend(key, value, lambda x: self._gathered(x, key.dtype), is_gathered=True)
-
-    def _append(self, key: Tensor, value: Tensor) -> Tokens:
-        return self._extend(key, value, lambda tokens: tokens, is_gathered=False)
-
-    def _extend(
-        self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result], *, is_gathered: bool
-    ) -> _Result:
-        """Store new tokens and return ``read`` of the tokens that attention reads; if it raises, undo that.
-
-        If these are the first tokens, the memory is freed, too: the next ones may have other shapes.
-        """
+    def _add(self, key: Tensor, value: Tensor, *, is_gathered: bool) -> Any:
+        """Store new tokens; if they are the first and it raises, the next ones may have other shapes."""
         num_new, is_first = key.shape[2], self._ring is None
         if not torch.compiler.is_compiling() and self.max_tokens is not None:
             if (length := self.num_tokens) + num_new > self.max_tokens:
@@ -246,15 +235,15 @@ class FixedLayer(Layer):
         if is_first or key.shape[0] != self.size:
             self.allocate_for(key, value, is_gathered=is_gathered)
         if not is_first:
-            return self._store(key, value, read)
+            return self._store(key, value, is_gathered)
         try:
-            return self._store(key, value, read)
+            return self._store(key, value, is_gathered)
         except BaseException:
             self._free()
             self.dtype = None
             raise
 
-    def _store(self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result]) -> _Result:
+    def _store(self, key: Tensor, value: Tensor, is_gathered: bool) -> Any:
         ring, recent = self._allocated(), self._recent
         num_new, before = key.shape[2], (self.window or 1) - 1
         end = self.length + num_new
@@ -264,7 +253,7 @@ class FixedLayer(Layer):
             newest = recent.add(key, value, self.length, self._num_recent_columns(num_new))
             exact = self._exact(recent, newest.tokens, (self.length - before).clamp(min=0))
             added, tokens = [*added, (recent, newest)], replace(tokens, exact=exact)
-        result = read(tokens)
+        result = self._gathered(tokens, key.dtype) if is_gathered else tokens
         for kept, new in added:
             kept.keep(new)
         self.length.copy_(end)
@@ -306,7 +295,7 @@ class FixedLayer(Layer):
         return super()._num_fixed if self.max_tokens is None else "all that fit"
 
     def _num_evicted(self) -> int:
-        return 0 if self._ring is None else int(self._ring.gone)
+        return 0 if self._ring is None else max(int(self._ring.reach) - self._ring.num_held, 0)
 
     def _truncate(self, num_tokens: int) -> None:
         for ring in self._rings:
@@ -315,10 +304,6 @@ class FixedLayer(Layer):
         rows = None if self._ring is None or self.window is not None else self._ring.storage.rows()
         for x in rows or ():
             x[:, :, num_tokens:] = 0
-
-    def _reset(self) -> None:
-        """Remove all tokens. Memory and shapes stay, but the number of sequences may change."""
-        self._truncate(0)
 
     def _select(self, rows: Sequence[int]) -> None:
         """Select sequences; the memory is kept if their number does not change."""

@@ -1,13 +1,11 @@
 """Layers named as in transformers, each a paged or a fixed layer with its format and length."""
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from torch import Tensor
 
-from kvloom.caches.format import CacheFormat
+from kvloom.caches.format import CacheFormat, expect_config
 from kvloom.caches.layers.fixed import FixedLayer
-from kvloom.caches.layers.layer import expect_config
 from kvloom.caches.layers.paged import PagedLayer
 from kvloom.caches.rows.sequences import Sequences
 
@@ -47,8 +45,8 @@ class SlidingWindowLayer(PagedLayer):
     def _num_evicted(self) -> int:
         return self._first
 
-    def _extend(self, key: Tensor, value: Tensor, store: Callable[..., Any], *, is_gathered: bool) -> Any:
-        result = super()._extend(key, value, store, is_gathered=is_gathered)
+    def _add(self, key: Tensor, value: Tensor, *, is_gathered: bool) -> Any:
+        result = super()._add(key, value, is_gathered=is_gathered)
         self._first = max(self._first, self.num_tokens - self._most_held)
         return result
 

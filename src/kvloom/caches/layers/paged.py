@@ -3,31 +3,33 @@
 Shapes: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvloom import ops
-from kvloom.caches.format import CacheFormat
+from kvloom.caches.format import CacheFormat, first_seen
+from kvloom.caches.layers.changing import Forks
 from kvloom.caches.layers.groups import Groups
-from kvloom.caches.layers.layer import Forks, Layer
+from kvloom.caches.layers.layer import Layer
+from kvloom.caches.layers.paged_steps import (
+    held_newest,
+    holding,
+    store_beyond_window,
+    store_exact,
+    store_newest,
+)
 from kvloom.caches.layers.read_only import ReadOnly
 from kvloom.caches.rows.pages import Span
 from kvloom.caches.rows.placement import advance
 from kvloom.caches.rows.sequences import Sequences, reserving
 from kvloom.caches.tensors.storage import Storage
-from kvloom.caches.tensors.token_index import BLOCK, PARTIAL, AlignedStep, TokenIndex
-from kvloom.caches.tensors.tokens import Exact, Tokens
-from kvloom.core.indexing import CacheIndex
-from kvloom.core.views import detached
+from kvloom.caches.tensors.tokens import Tokens
 from kvloom.errors import StateError
 from kvloom.ops.plain import store_plain
 from kvloom.ops.smoothing import transform_arguments
-
-_Result = TypeVar("_Result")
 
 
 class PagedLayer(Layer):
@@ -88,11 +90,6 @@ class PagedLayer(Layer):
         return self.sequences.size
 
     @property
-    def window(self) -> int | None:
-        """Tokens that a token sees, itself included; ``None`` for all before it."""
-        return self.sequences.window
-
-    @property
     def format(self) -> CacheFormat:
         """Format of this layer's tokens."""
         return self.sequences.format.of_layer(self.index)
@@ -111,7 +108,7 @@ class PagedLayer(Layer):
         try:
             result = tokens.gather(key.dtype)
         except BaseException:
-            self._take_back(self.size, num_positions)
+            _take_back(self.all_sequences, self.size, num_positions)
             raise
         self.num_tokens += key.shape[2]
         return result
@@ -125,7 +122,7 @@ class PagedLayer(Layer):
         return tokens
 
     @property
-    def _residual_storage(self) -> Storage | None:
+    def residual_storage(self) -> Storage | None:
         """The tensors of the residual window of this layer; ``None`` without one."""
         return None if self.residual is None else self.residual.storages.get(self.index)
 
@@ -155,7 +152,9 @@ class PagedLayer(Layer):
         kept = value if storage.has_values else None
         if not store_plain(key, kept, step.slots, storage.view, storage.full_range, how):
             return None
-        read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
+        read = None
+        if newest is not None and exact is not None:
+            read = store_exact(exact, key, value, newest, sequences.pages.format.recent)
         return Tokens(storage.view, step.visible, sequences.window, None, transform, read)
 
     def _advance(self, key: Tensor, value: Tensor) -> Tokens | None:
@@ -167,28 +166,15 @@ class PagedLayer(Layer):
             tokens = self._append_at_once(key, value)
         finally:
             if tokens is None:
-                self._take_back(self.size, self.num_tokens)
+                _take_back(self.all_sequences, self.size, self.num_tokens)
         return tokens
 
-    def _take_back(self, size: int, num_positions: int) -> None:
-        """``Sequences.take_back``, in the residual window, too."""
-        for sequences in self.all_sequences:
-            sequences.take_back(size, num_positions)
-
-    def _append(self, key: Tensor, value: Tensor) -> Tokens:
-        return self._extend(key, value, self._store, is_gathered=False)
-
-    def _update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self._extend(key, value, self._store_and_gather, is_gathered=True)
-
-    def _extend(
-        self, key: Tensor, value: Tensor, store: Callable[..., _Result], *, is_gathered: bool
-    ) -> _Result:
-        """Make room, call ``store`` and return its result; if it raises, the room is released."""
+    def _add(self, key: Tensor, value: Tensor, *, is_gathered: bool) -> Any:
+        """Make room and store new tokens; if it raises, the room is released."""
         storage, sequences = self.storage, self.sequences
         if storage is None:
             storage = Storage.of(self.format, key, value, self.format.page_size, is_gathered=is_gathered)
-        residual, exact = self.residual, self._residual_storage
+        residual, exact = self.residual, self.residual_storage
         if residual is not None and exact is None:
             exact = Storage.of(residual.format, key, value, residual.format.page_size)
         end = self.num_tokens + key.shape[2]
@@ -202,7 +188,10 @@ class PagedLayer(Layer):
                         f"{sequences.num_positions} tokens, got {residual.num_positions}: change both"
                     )
                 residual.pages.fit(exact)
-            result = store(storage, exact, key, value)
+            result: Any = self._gather_in_place(storage, key, value) if is_gathered else None
+            if result is None:
+                tokens = self._store(storage, exact, key, value)
+                result = tokens.gather(key.dtype) if is_gathered else tokens
         sequences.storages[self.index] = storage
         if residual is not None and exact is not None:
             residual.storages[self.index] = exact
@@ -213,64 +202,34 @@ class PagedLayer(Layer):
         """Store new tokens, unquantized in ``exact``, too; return the tokens that attention reads."""
         sequences, start, end = self.sequences, self.num_tokens, self.num_tokens + key.shape[2]
         if sequences.previous is not None and end > start:
-            source, visible = self._store_beyond_window(key, value, storage, sequences)
+            source, visible = store_beyond_window(key, value, storage, sequences, start)
         else:
-            source, visible = storage, sequences.place(start - self._num_visible, end, storage, end - start)
+            first = first_seen(start, sequences.window)
+            source, visible = storage, sequences.place(first, end, storage, end - start)
             step = sequences.begin(start, end, storage, visible)
             storage.store(key, value, step.slots, step.positions)
-        residual = self.residual
-        read = None if residual is None or exact is None else self._store_newest(residual, exact, key, value)
+        read, residual = None, self.residual
+        if residual is not None and exact is not None:
+            read = store_newest(residual, exact, key, value, start, sequences.format.recent)
         return Tokens(source.view, visible, sequences.window, None, storage.transform, read)
 
-    def _store_newest(self, residual: Sequences, exact: Storage, key: Tensor, value: Tensor) -> Exact:
-        """Store new tokens in the residual window; return the part of it that attention reads."""
-        start, end = self.num_tokens, self.num_tokens + key.shape[2]
-        if residual.previous is not None and end > start:
-            known = residual.previous.known(start, exact.device, is_read=True)
-            for row, old in zip(residual.rows, residual.previous.rows, strict=False):  # none before a text
-                row.is_exact = old.is_exact
-            newest, columns = self._store_beyond_window(key, value, exact, residual)
-            return Exact(Tokens(newest.view, columns), self.sequences.format.recent, known)
-        columns = residual.place(max(start - (residual.window or 0) + 1, 0), end, exact, end - start)
-        return self._store_exact(exact, key, value, residual.begin(start, end, exact, columns))
-
-    def _store_exact(self, exact: Storage, key: Tensor, value: Tensor, step: AlignedStep) -> Exact:
-        """Store new tokens in the slots of a step of the residual window; return what attention reads."""
-        if key.requires_grad or value.requires_grad:
-            key, value = detached(key), detached(value)
-        kept = value if exact.has_values else None
-        if not store_plain(key, kept, step.slots, exact.view, full_range=False):
-            exact.store(key, value, step.slots)
-        return Exact(Tokens(exact.view, step.visible), self.sequences.pages.format.recent, step.known)
-
-    def _store_and_gather(
-        self, storage: Storage, exact: Storage | None, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _gather_in_place(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Store new tokens in rows that attention can read as they are; ``None`` if there are no such."""
         run = self.sequences.run()
-        rows = None if run is None else self._rows(run, storage, key.dtype)
+        rows = None if run is None else _rows(storage, run, key.dtype)
         if run is None or rows is None:
-            return self._store(storage, exact, key, value).gather(key.dtype)
+            return None
         start, end = self.num_tokens, self.num_tokens + key.shape[2]
         for target, new in zip(rows, (key, value), strict=True):
             target.narrow(2, start - run.first, end - start).copy_(new)
-        first = start - self._num_visible
+        first = first_seen(start, self.window)
         key, value = (x.narrow(2, first - run.first, end - first) for x in rows)
         return key, value
-
-    def _rows(self, run: Span, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Views ``[B, H, slots, D]`` of the sequences and the free slots after them, if there can be such."""
-        rows = storage.rows_of(run.extents, run.start)
-        return None if rows is None or not rows[0].dtype == rows[1].dtype == dtype else rows
 
     @property
     def num_columns(self) -> int:
         """n of ``keys``: number of stored tokens that the next one will see."""
-        return self._num_visible
-
-    @property
-    def _num_visible(self) -> int:
-        window = self.sequences.window
-        return self.num_tokens if window is None else min(self.num_tokens, window - 1)
+        return self.num_tokens - first_seen(self.num_tokens, self.window)
 
     def replace(self, new: Mapping[int, Tensor]) -> None:
         """Replace all keys (0), values (1) or both by ``[B, H, n, D]``.
@@ -282,11 +241,11 @@ class PagedLayer(Layer):
             OutOfPages: ``max_tokens`` is reached; no token was lost.
             StateError: other layers are a step ahead, which evicted tokens of this layer from the window.
         """
-        if self._holding(self.sequences) is not self.sequences:
+        if holding(self.sequences, self.num_tokens) is not self.sequences:
             raise StateError("keys and values cannot be assigned within a step that other layers have made")
         storage = self.storage
         if storage is None:
-            self._append(new[0], new[1])
+            self._add(new[0], new[1], is_gathered=False)
         elif next(iter(new.values())).shape[2] != self.num_columns:
             self._move(new[0], new[1], storage.like(storage.page_size))
         else:
@@ -325,25 +284,12 @@ class PagedLayer(Layer):
         storage = self.storage
         if storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
-        start = self.num_tokens - self.num_columns
-        index = self._holding(self.sequences).place(start, self.num_tokens, storage)
-        found, residual = storage.tokens(index, self.sequences.window), self.residual
-        exact, end = self._residual_storage, self.num_tokens
+        start, end = self.num_tokens - self.num_columns, self.num_tokens
+        index = holding(self.sequences, end).place(start, end, storage)
+        found, residual, exact = storage.tokens(index, self.window), self.residual, self.residual_storage
         if residual is None or exact is None:
             return found
-        holding = self._holding(residual)
-        first = max(end - (residual.window or 0) + 1, 0)
-        if first < end:
-            known = holding.known(end, exact.device, is_read=False)
-            columns = Tokens(exact.view, holding.place(first, end, exact))
-            return replace(found, exact=Exact(columns, self.sequences.format.recent, known))
-        return found
-
-    @property
-    def nbytes_recent(self) -> int:
-        """Bytes of the residual window."""
-        exact = self._residual_storage
-        return 0 if exact is None else exact.nbytes
+        return replace(found, exact=held_newest(residual, exact, end, self.sequences.format.recent))
 
     @property
     def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
@@ -356,7 +302,7 @@ class PagedLayer(Layer):
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()
         if run is not None and self.storage is not None and self.sequences.has_own_pages:
-            rows = self._rows(run, self.storage, dtype)
+            rows = _rows(self.storage, run, dtype)
             if rows is not None:
                 first = self.num_tokens - self.num_columns - run.first
                 key, value = (x.narrow(2, first, self.num_columns) for x in rows)
@@ -391,47 +337,14 @@ class PagedLayer(Layer):
         self.sequences, self.groups = forks[self.sequences], Groups()
         self.residual = None if self.residual is None else forks[self.residual]
 
-    def _holding(self, sequences: Sequences) -> Sequences:
-        """Sequences that match this layer's tokens: those before the step if only other layers made it."""
-        previous = sequences.previous
-        is_behind = previous is not None and previous.size and self.num_tokens <= previous.num_positions
-        return previous if previous is not None and is_behind else sequences
 
-    def _store_beyond_window(
-        self, key: Tensor, value: Tensor, storage: Storage, sequences: Sequences
-    ) -> tuple[Storage, TokenIndex]:
-        """Store new tokens that fill a window alone: all in a storage of this step, the last in pages, too.
+def _rows(storage: Storage, run: Span, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Views ``[B, H, slots, D]`` of the sequences and the free slots after them, if there can be such."""
+    rows = storage.rows_of(run.extents, run.start)
+    return None if rows is None or not rows[0].dtype == rows[1].dtype == dtype else rows
 
-        Returns:
-            The storage of the step, and the slots in it that attention reads.
-        """
-        previous = sequences.previous or sequences
-        rows, num_new, device = key.shape[0], key.shape[2], key.device
-        start, end = self.num_tokens, self.num_tokens + num_new
-        first = max(start - (sequences.window or 0) + 1, 0)
-        # Number, in its sequence, of the token in column 0; negative if that column is empty. Blocks of a
-        # sequence begin at multiples of BLOCK.
-        token = first - torch.tensor(sequences.begins, device=device).unsqueeze(1)
-        block = token // BLOCK * BLOCK
-        size = -(-(end - first + BLOCK - 1) // BLOCK) * BLOCK
-        step = storage.like(size)
-        step.reserve(rows, 1)
-        row_starts = torch.arange(rows, device=device).unsqueeze(1) * size
-        slots = row_starts + token - block + torch.arange(end - first, device=device)
-        if start > first:
-            old = previous.place(first, start, storage).slots
-            ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
-        positions = token + torch.arange(start - first, end - first, device=device)
-        step.store(key, value, slots[:, start - first :].contiguous(), positions)
-        for b, column in enumerate(sequences.first_held(first)):
-            if column < end:
-                target = sequences.place(column, end, storage).slots[b]
-                ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
-        # A sequence that begins among the new tokens has placeholders in front.
-        base = torch.minimum(token.clamp(min=0), token + start - first) // PARTIAL * PARTIAL
-        blocks = base - block + torch.arange(0, PARTIAL + end - first, BLOCK, device=device)
-        index = CacheIndex(row_starts + blocks.clamp(0, size - BLOCK), None, BLOCK)
-        origins = (token - base).squeeze(1)
-        begins = -token.clamp(max=0).squeeze(1) if max(sequences.begins) > start else None
-        lengths, position = origins + end - first, base.squeeze(1)
-        return step, TokenIndex(index, lengths, end - first, origins, begins=begins, first_position=position)
+
+def _take_back(groups: list[Sequences], size: int, num_positions: int) -> None:
+    """``Sequences.take_back`` in each group."""
+    for sequences in groups:
+        sequences.take_back(size, num_positions)

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layers.kinds import PAGE_SIZE
-from kvloom.caches.layers.layer import expect_config
 from kvloom.caches.layers.paged import PagedLayer
 from kvloom.caches.tensors.storage import Storage, Tensors
 from kvloom.core.specs import QuantSpec
@@ -50,7 +49,6 @@ class QuantizedLayer(PagedLayer):
         values: str | None = None,
         scale_dtype: torch.dtype = torch.float16,
     ) -> None:
-        expect_config("recent", recent, 0)
         quant, value_quant = (
             replace(QuantSpec.parse(text, name, side), scale_dtype=scale_dtype)
             for name, text, side in (

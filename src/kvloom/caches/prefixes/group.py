@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvloom.caches.format import first_seen
 from kvloom.caches.rows.page_slots import PageSlots
 from kvloom.caches.rows.pages import Pages
 from kvloom.caches.rows.row import Row
@@ -108,7 +109,7 @@ class PrefixGroup:
     def expect_seen(self, held: Row, start: int) -> None:
         """Raise StateError unless a text still holds the window of its token at position ``start``."""
         first = held.start
-        if self.window is not None and start > 0 and max(start - self.window + 1, 0) < first:
+        if start > 0 and self.window is not None and first_seen(start, self.window) < first:
             raise StateError(
                 f"a token at position {start} must have the {self.window} tokens of its window, got those "
                 f"from {first} on"

@@ -5,13 +5,13 @@ after a crop of single rows or after left padding, has empty positions in front.
 its padding is longer than the others' tokens so far.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvloom.caches.format import CacheFormat, num_exact
+from kvloom.caches.format import CacheFormat, first_seen, num_exact
 from kvloom.caches.rows.page_slots import PageSlots, are_longer
 from kvloom.caches.rows.pages import Pages, Span
 from kvloom.caches.rows.row import Row
@@ -23,11 +23,6 @@ from kvloom.paging import PageRef, PageTable
 
 _FEW = 64
 """Number of slots up to which a loop in Python is faster than operators of torch."""
-
-
-def num_new(begins: Iterable[int], start: int, end: int) -> list[int]:
-    """Tokens of each sequence in positions ``start .. end``; fewer in one that begins among them."""
-    return [max(end - max(start, begin), 0) for begin in begins]
 
 
 class RowPlacement:
@@ -188,7 +183,7 @@ class RowPlacement:
         Returns:
             ``[B]`` int64; ``None`` if all columns are valid.
         """
-        column = max(start - (self.window or start) + 1, 0)
+        column = first_seen(start, self.window)
         firsts = [max(row.start, row.stale) for row in self.rows]
         missing = [
             max(first - max(column, row.begin), 0) for row, first in zip(self.rows, firsts, strict=True)
@@ -249,7 +244,7 @@ class RowPlacement:
             return
         for b, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             kept = max(self.num_positions - count, row.begin)
-            if max(kept - self.window + 1, row.begin) < min(kept, row.start):
+            if max(first_seen(kept, self.window), row.begin) < min(kept, row.start):
                 raise StateError(
                     f"sequence {b} must keep at least {row.start + self.window - 1 - row.begin} tokens, as "
                     f"the window of {self.window} has evicted what fewer would see, got {kept - row.begin}"

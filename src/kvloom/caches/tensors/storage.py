@@ -18,7 +18,7 @@ from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.tensors.memory import is_held_by_others, move, outside_inference_mode, zeros
 from kvloom.caches.tensors.token_index import TokenIndex
 from kvloom.caches.tensors.tokens import Tokens, attend_behind, scores_of_newest
-from kvloom.caches.tensors.transform import Transform, attend, store_transformed
+from kvloom.caches.tensors.transform import Transform, attend, stored_by
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec
@@ -188,8 +188,8 @@ class Storage:
             positions: Positions of the tokens in their texts, as ``slots``, int64; read if
                 ``needs_positions``.
         """
-        how = self.transform, positions
-        store_transformed(key, self.kept(value), slots, self.view, *how, full_range=self.full_range)
+        how = stored_by(self.transform, positions)
+        ops.store(key, self.kept(value), slots, self.view, full_range=self.full_range, **how)
 
     def kept(self, value: Tensor) -> Tensor | None:
         """``value``, or ``None`` in a storage of keys only."""
@@ -254,7 +254,7 @@ class Storage:
                 continue
             how = None if self.transform is None else self.transform.side(side)
             view = KVView.split(spec.axes, tensor, None, scale)
-            store_transformed(x, None, slots, view, how, positions, full_range=self.full_range)
+            ops.store(x, None, slots, view, full_range=self.full_range, **stored_by(how, positions))
 
     def reserve(self, num_extents: int, stride: int) -> None:
         """Grow extents to at least ``stride`` pages; tokens keep their place in their extent, at other slots.

@@ -4,7 +4,7 @@ Shapes: B sequences, N tokens of each, T tokens of all, H heads, Hq query heads,
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,64 +100,11 @@ class Transform(NamedTuple):
         return self.smoothing.smoothed(rows, None, self.key, is_restored=is_restored).view(out.shape)
 
 
-def store_transformed(
-    key: Tensor,
-    value: Tensor | None,
-    slots: Tensor,
-    view: KVView,
-    transform: Transform | None,
-    positions: Tensor | None = None,
-    *,
-    full_range: bool = False,
-) -> None:
-    """``ops.store`` of transformed keys and values.
-
-    Args:
-        key: As of ``ops.store``.
-        value: The same.
-        slots: The same.
-        view: The same.
-        transform: Transform before quantization; ``None`` for none.
-        positions: As of ``ops.store``.
-        full_range: The same.
-    """
+def stored_by(transform: Transform | None, positions: Tensor | None = None) -> dict[str, Any]:
+    """Arguments of ``ops.store`` and ``ops.load`` for tokens that are stored with a transform."""
     if transform is None:
-        ops.store(key, value, slots, view, full_range=full_range)
-        return
-    ops.store(
-        key,
-        value,
-        slots,
-        view,
-        full_range=full_range,
-        smoothing=transform.smoothing,
-        positions=positions,
-        blocks=(transform.key, transform.value),
-    )
-
-
-def load_restored(
-    slots: Tensor,
-    view: KVView,
-    dtype: torch.dtype,
-    transform: Transform | None,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``ops.load`` of keys and values as they were before their transform.
-
-    Args:
-        slots: As of ``ops.load``.
-        view: The same.
-        dtype: The same.
-        transform: Transform of the stored tokens; ``None`` for none.
-        positions: As of ``ops.load``.
-    """
-    if transform is None:
-        return ops.load(slots, view, dtype=dtype)
-    blocks = transform.key, transform.value
-    return ops.load(
-        slots, view, dtype=dtype, smoothing=transform.smoothing, positions=positions, blocks=blocks
-    )
+        return {}
+    return {"smoothing": transform.smoothing, "positions": positions, "blocks": transform[:2]}
 
 
 def attend(

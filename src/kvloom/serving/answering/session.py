@@ -85,7 +85,9 @@ class ServingSession:
         """Queue of chats with pictures; ``None`` if the model answers only text."""
         if processor is not None:
             if pack == "only":
-                raise ArgumentError("pack must be another than 'only' for a model that sees, got 'only'")
+                raise ArgumentError(
+                    "pack must be other than 'only' for a model that takes pictures, got 'only'"
+                )
             how: dict[str, Any] = {"kv": kv, "values": values, "policy": policy}
             args = (model, tokenizer, processor, picture_tokens)
             self.pictures = picture_chats(*args, **how, batch_invariant=batch_invariant)

@@ -38,7 +38,7 @@ def turn_of(request: Request, num_answers: int) -> AgentTurn | None:
             f"got {', '.join(names)[:200]!r}"
         )
     if num_answers != 1:
-        raise ArgumentError(f"n and prompt must be for one answer with {HEADER}, got {num_answers}")
+        raise ArgumentError(f"n and prompt must ask for one answer with {HEADER}, got {num_answers} answers")
     return AgentTurn(request.scope.get(TENANT, ""), names[0])
 
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kvloom.caches import FixedLayer, PagedLayer
+from kvloom.caches.layers.changing import Forks
 from kvloom.caches.layers.index_keys import IndexKeys, add_index_keys, index_keys_beside
-from kvloom.caches.layers.layer import Forks
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, StaticKVCacheLayer, num_kept

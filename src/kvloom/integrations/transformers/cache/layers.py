@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvloom.caches import FixedLayer, PagedLayer, TokenIndex
 from kvloom.caches.layers.assigning import SIDES
-from kvloom.caches.layers.layer import Forks
+from kvloom.caches.layers.changing import Forks
 from kvloom.caches.layers.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError
@@ -31,6 +31,10 @@ _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).par
 States = Tensor | LazyStates
 _Layer = TypeVar("_Layer", bound="KVCacheLayer")
 _Hybrid = TypeVar("_Hybrid", bound="HybridKVCacheLayer")
+
+
+def _refuse(layer: "KVCacheLayer", *args: Any) -> None:
+    raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
 
 
 class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -128,9 +132,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Number of tokens that can be seen at once, or that fit in fixed storage; -1 for no bound."""
         return self.pages.get_max_length()
 
-    def get_max_cache_shape(self) -> int:
-        """``get_max_length`` under the name of transformers 4."""
-        return self.get_max_length()
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int | Tensor]:
         """Length and first position of what ``update`` will return; 4 has positions as the argument."""
@@ -239,9 +241,6 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def _expect_thawed(self) -> None:
         if self.is_frozen:
             raise StateError("this cache is frozen: use a fork of it, cache.fork()")
-
-    def _refuse(self, *args: Any) -> None:
-        raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
     __deepcopy__ = _refuse  # such as of a model that appends copies, which no change of rows would reach

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from torch import Tensor
 
 from kvloom.caches.prefixes.group import PrefixGroup
-from kvloom.caches.rows.placement import num_new
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers
@@ -258,7 +257,7 @@ class KVPool(Recorder):
         end = prefixes.begin_cache(cache, rows, begins, model.states, is_hidden)
         origin.fed = FedTokens(input_ids, end)
         self._memory.restore(cache.remembered, recalled, [end - x for x in begins])
-        found = num_new(begins, 0, end)
+        found = [max(end - x, 0) for x in begins]
         origin.num_found = end if any(found) else 0
         self._num_found += sum(found)
         return cache

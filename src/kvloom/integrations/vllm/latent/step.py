@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tensors.absorption import LatentSizes, is_faster_expanded
-from kvloom.caches.tensors.transform import Transform, load_restored
+from kvloom.caches.tensors.transform import Transform, stored_by
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import KVView
 from kvloom.integrations.vllm.builder import VllmStep, step_of
@@ -117,7 +117,7 @@ def attend_expanded(
     Returns:
         ``[Q, H, v]``.
     """
-    latents, rope = load_restored(request.slots, view, query.dtype, transform)
+    latents, rope = ops.load(request.slots, view, dtype=query.dtype, **stored_by(transform))
     heads, nope = query.shape[1], query.shape[2] - rope.shape[2]
     expanded = expand(latents.squeeze(1)).unflatten(-1, (heads, -1))
     key = torch.cat((expanded[..., :nope], rope.expand(-1, heads, -1)), -1)
