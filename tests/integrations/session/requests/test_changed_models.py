@@ -57,6 +57,22 @@ def test_requests_that_ran_during_a_change_publish_nothing() -> None:
     assert tokens == alone(model, PROMPT, 40)
 
 
+def test_a_change_that_no_quick_look_sees_keeps_pages_from_others() -> None:
+    model = make_model()
+    continuous_batching(model)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    with session(model, {"max_new_tokens": 40}, max_batch_tokens=16) as running:
+        running.manager.add_request(PROMPT, request_id="running")
+        for _ in range(2):
+            running.step()  # 32 of 40 tokens of the prompt
+        weight.data.mul_(2)
+        text = PROMPT + running.run()["running"].generated_tokens
+        weight.data.div_(2)
+        running.manager.add_request(text)
+        running.run()
+        assert running.manager.report().tokens_found <= 32  # and none of those that were computed meanwhile
+
+
 def test_a_step_looks_at_the_model_once_however_many_requests_fill_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
