@@ -51,6 +51,9 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
+# What a process compiles of Python is kept, or each process of a test would compile all of it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
     test-hosts asan asan-library asan-hostile slow tsan test-arm wheel test-install release check \
     format bench bench-gpu bench-vllm clean

@@ -18,7 +18,7 @@ from restart import ask, make_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
 
 AGENTS: Final = 8
 NEW: Final = 32

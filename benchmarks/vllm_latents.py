@@ -99,7 +99,7 @@ def ours(
     table, slots = blocks_of(sequences, stored, PAGE)
     format = PageFormat.latents(RANK, ROPE, torch.bfloat16, quant)
     view = format.view(torch.zeros(table.numel(), PAGE, format.content_bytes, dtype=torch.uint8))
-    layer.store(latents, rope, slots, view, full_range=quant is not None and quant.full_range)
+    layer.store_in_pages(latents, rope, slots, view, full_range=quant is not None and quant.full_range)
     scores, starts = ops.Scores(scale=SCALE), torch.arange(sequences + 1, dtype=torch.int32) * new
     lengths = torch.full((sequences,), stored, dtype=torch.int32)
     step = VllmStep.of(starts, lengths, table, PAGE, num_tokens=len(query), max_length=stored)

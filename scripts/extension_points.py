@@ -121,13 +121,13 @@ POINTS: Final = [
     *_members(
         f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessor",
         "fill_defaults prepare_tensor_args",
-        f"{_OURS}/session/sampling.py",
+        f"{_OURS}/session/choices/sampling.py",
         "5.19",
     ),
     *_members(
         f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessorList",
         "prepare_tensor_args",
-        f"{_OURS}/session/prompt_scores.py",
+        f"{_OURS}/session/choices/prompt_scores.py",
         "5.19",
     ),
     *_members(

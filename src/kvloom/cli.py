@@ -15,6 +15,7 @@ from typing import Any
 
 from kvloom import __version__
 from kvloom.conform.command import add_conform
+from kvloom.core.arguments import expect_options
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError, KVError
 from kvloom.layouts.command import add_layouts
@@ -117,10 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     quality = quality_command.add_parser(commands, _load_folder)
-    quality.set_defaults(run=_options_named("kv|model|bits|budget")(quality_command.run))
+    quality.set_defaults(run=_options_named("kv|model|bits|budget")(quality_command.print_quality))
 
     isolation = isolation_command.add_parser(commands, _load_folder)
-    isolation.set_defaults(run=_options_named("kv|model")(isolation_command.run))
+    isolation.set_defaults(run=_options_named("kv|model")(isolation_command.print_isolation))
 
     serve = commands.add_parser("serve", help="a server for OpenAI's clients, many requests at once")
     options.add_options(serve)
@@ -129,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     checked = commands.add_parser("check-answers", help="whether a server answers among others as alone")
     check_command.add_options(checked)
     checked.set_defaults(
-        run=_options_named("requests|clients|system|words|new_tokens|url")(check_command.run)
+        run=_options_named("requests|clients|system|words|new_tokens|url")(check_command.print_check)
     )
 
     gone = commands.add_parser("bench")  # without help, which would list it
@@ -140,20 +141,21 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
     planning.add_options(plan)
-    plan.set_defaults(run=_options_named("kv|model|config|context|batch|page_size")(planning.run))
+    plan.set_defaults(run=_options_named("kv|model|config|context|batch|page_size")(planning.print_plans))
     uses = commands.add_parser("supports", help="what the layers of a model keep, and which uses it allows")
     supports.add_options(uses)
-    uses.set_defaults(run=_options_named("model")(supports.run))
+    uses.set_defaults(run=_options_named("model")(supports.print_support))
 
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)
     simulate.set_defaults(
         run=_options_named("capacity|policy|page_size|below|states|max_states|state_interval|state_tokens")(
-            simulation.run
+            simulation.print_hits
         )
     )
 
-    add_tracing(commands, lambda args: _options_named("kv|model")(record_command.run)(args, _load_folder))
+    record = _options_named("kv|model")(record_command.record_events)
+    add_tracing(commands, lambda args: record(args, _load_folder))
 
     add_layouts(commands, _options_named("page_size|shards|heads"))
 
@@ -166,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    _expect_positive(args, "max_new_tokens")
+    expect_options(args, 1, "max_new_tokens")
     expect_kv("--kv", args.kv)
     prompt = _read_prompt(args)
     with _options_named(), ExitStack() as stack:
@@ -201,7 +203,7 @@ def _question(args: argparse.Namespace) -> tuple[Any, list[int]]:
 
 
 def _exchange(args: argparse.Namespace) -> None:
-    _expect_positive(args, "page_size")
+    expect_options(args, 1, "page_size")
     model, tokens = _model_and_text(args)
     from kvloom.integrations.transformers.exchange import exchange
     from kvloom.store.sums import read_sums
@@ -211,12 +213,6 @@ def _exchange(args: argparse.Namespace) -> None:
         count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt, key)
     said = f"{count} of {len(tokens)} tokens are in {args.target}"
     sys.stdout.write(f"{json.dumps({'stored': count, 'tokens': len(tokens)}) if args.json else said}\n")
-
-
-def _expect_positive(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if (value := getattr(args, name)) < 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
@@ -266,7 +262,7 @@ def _somebodys_folder(path: Path) -> Iterator[None]:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    _expect_positive(args, "max_new_tokens", "runs")
+    expect_options(args, 1, "max_new_tokens", "runs")
     from rich.console import Console
     from rich.table import Table
 
@@ -309,7 +305,7 @@ def _serve(args: argparse.Namespace) -> int:
         "kv|values|pack|batch_invariant|store|host|port|page_size|max_\\w+|(?:body|header|drain)_seconds|"
         "session_\\w+|api_keys|allowed_origins|tls_certificate"
     ):
-        return command.run(args, _load_folder)
+        return command.serve(args, _load_folder)
 
 
 def _bench(args: argparse.Namespace) -> None:

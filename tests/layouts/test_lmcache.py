@@ -166,13 +166,13 @@ SHARDS = KVTensors({f"shards.{i}.cache": torch.zeros(2, 4, 2, 2, 8) for i in ran
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: LMCacheFormat.of("NL_X_NB_BSV_BSS"), "'BSV' in 'NL_X_NB_BSV_BSS'"),
-        (lambda: LMCacheFormat.of("NB_X_NL_BS_NH_HS"), "'NB' in"),
+        (lambda: LMCacheFormat.of("NL_X_NB_BSV_BSS"), "where 'NL_X_NB_BSV_BSS' has 'BSV'"),
+        (lambda: LMCacheFormat.of("NB_X_NL_BS_NH_HS"), "where 'NB_X_NL_BS_NH_HS' has 'NB'"),
         (lambda: LMCacheFormat.of("NL_X_NL_NB_BS_NH_HS"), "format must name each axis once"),
         (lambda: LMCacheFormat.of("NL_X_NB_BS"), "axes must name H, D"),
         (lambda: LMCacheFormat.of(3), "format must be a name of LMCache's EngineKVFormat, got 3"),  # type: ignore[arg-type]
-        (lambda: from_lmcache(torch.zeros(2), FORMATS[1]), "kv_caches must be a list of some"),
-        (lambda: from_lmcache([[]], FORMATS[3]), r"kv_caches\[0\] must be a list of some"),
+        (lambda: from_lmcache(torch.zeros(2), FORMATS[1]), "kv_caches must be a list that is not empty"),
+        (lambda: from_lmcache([[]], FORMATS[3]), r"kv_caches\[0\] must be a list that is not empty"),
         (lambda: from_lmcache([[torch.zeros(4, 2, 1, 8)] * 3], LATENTS[2]), "got 3 of them"),
         (lambda: from_lmcache([torch.zeros(2, 4, 2, 2)], FORMATS[1]), r"kv_caches\[0\] must have the axes"),
         (lambda: from_lmcache([torch.zeros(2, 4, 2, 3, 2, 8)], FORMATS[12]), r"\[2 B H 1 S D\], got"),

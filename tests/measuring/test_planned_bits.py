@@ -216,7 +216,7 @@ def test_values_beside_a_plan_are_refused(model: Any, plan: BitPlan, tmp_path: P
         ({"bits": 0.5}, "bits must be at least 3, got 0.5"),
         ({"bits": 8, "kinds": ()}, "kinds must be at least one"),
         ({"bits": 8, "kinds": ("int5",)}, "kinds must be one of"),
-        ({"bits": 8, "kinds": ("int4:g16,recent=8",)}, "kinds must say nothing of recent"),
+        ({"bits": 8, "kinds": ("int4:g16,recent=8",)}, "kinds must be without recent"),
         ({"bits": 8, "recent": -1}, "recent must be at least 0"),
     ],
 )

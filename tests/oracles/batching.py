@@ -110,11 +110,11 @@ class Session:
     def step(self) -> bool:
         """One forward, if there is something to do; the pages are checked before and behind it."""
         is_busy = self.processor.prepare_next_batch()
-        self.cache.check()
+        self.cache.requests.check()
         if is_busy:
             self.manager._generation_step()
             self.processor.update_batch()
-            self.cache.check()
+            self.cache.requests.check()
         self._collect()
         return bool(is_busy)
 

@@ -147,10 +147,10 @@ def test_ids_that_are_none(server: Served, name: str) -> None:
 
 def test_a_session_has_one_answer(client: openai.OpenAI) -> None:
     with pytest.raises(
-        openai.BadRequestError, match="n and prompt must be for one answer with X-Session-Id, got 2"
+        openai.BadRequestError, match="n and prompt must ask for one answer with X-Session-Id, got 2 answers"
     ):
         chat(client, TASK, "a", n=2)
-    with pytest.raises(openai.BadRequestError, match="n and prompt must be for one answer"):
+    with pytest.raises(openai.BadRequestError, match="n and prompt must ask for one answer"):
         client.completions.create(
             model="bundled", prompt=["a", "b"], max_tokens=1, extra_headers={"X-Session-Id": "a"}
         )

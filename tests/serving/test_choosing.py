@@ -14,8 +14,8 @@ from oracles.serving import PROMPT, Served, served
 from transformers import LogitsProcessor, LogitsProcessorList, MinPLogitsWarper
 
 from kvloom.integrations.transformers import KVCache, load_model
-from kvloom.integrations.transformers.session.penalties import CountPenalties, TokenBias
-from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.integrations.transformers.session.choices.penalties import CountPenalties, TokenBias
+from kvloom.integrations.transformers.session.choices.sampling import Choice
 from kvloom.models import bundled_model_path
 from kvloom.serving.protocol.text import TextStream
 

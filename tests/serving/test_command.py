@@ -58,9 +58,12 @@ def test_missing_packages_are_named_with_the_command_that_helps() -> None:
         (["--tls-key", "key.pem"], "--tls-certificate must be given with its key, got one of the two"),
         (
             ["--tls-certificate", "/nowhere", "--tls-key", "/nowhere"],
-            "--tls-certificate must be a file in PEM, and so its key, without a password, got '/nowhere'",
+            "--tls-certificate and its key must be files in PEM without a password, got '/nowhere'",
         ),
-        (["--host", "0.0.0.0"], "--host must be a loopback address without an API key, got '0.0.0.0'"),
+        (
+            ["--host", "0.0.0.0"],
+            "--host must be a loopback address unless KVLOOM_API_KEY is set, got '0.0.0.0'",
+        ),
         (["--host", "\xe4..b", "--api-key", "k"], "--host must be a name or an address, got '\xe4..b'"),
         (["--chat-template", "/nowhere"], "--chat-template must be text in UTF-8"),
         (["--record", "/nowhere/events.jsonl"], "--record must be a file that can be written"),

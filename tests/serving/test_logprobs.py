@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.integrations.transformers import load_model
-from kvloom.integrations.transformers.session.sampling import LogProb
+from kvloom.integrations.transformers.session.choices.sampling import LogProb
 from kvloom.models import bundled_model_path
 from kvloom.serving.endpoints.shapes import chat_logprobs, text_logprobs
 from kvloom.serving.protocol.text import Echo, TextStream

@@ -171,12 +171,12 @@ def test_a_model_that_goes_on_otherwise_behind_pictures_answers_text_alone(
 
     parts.model.model.language_model.layers[0].mlp.register_forward_hook(change)
     assert picture_chats(parts.model, parts.tokenizer, parts.processor, 256) is None
-    assert "logits after a picture that was found must be those without" in caplog.text
+    assert "logits after a picture that was found must be those computed without it" in caplog.text
 
 
 def test_pack_only_is_refused(llava: tuple[Seeing, Eyes]) -> None:
     parts = seeing("llava")
-    with pytest.raises(ArgumentError, match="pack must be another than 'only' for a model that sees"):
+    with pytest.raises(ArgumentError, match="pack must be other than 'only' for a model that takes pictures"):
         ServingSession(
             parts.model,
             parts.tokenizer,

@@ -130,7 +130,7 @@ def test_a_session_that_cannot_begin_is_a_failure(monkeypatch: pytest.MonkeyPatc
 def test_a_server_whose_session_dies_again_and_again_exits_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, seen = server_module.run, set()
+    run, seen = server_module.serve_until_stopped, set()
 
     def run_broken(models: Any, settings: Settings) -> int:
         def fail(*_: Any) -> None:
@@ -149,7 +149,7 @@ def test_a_server_whose_session_dies_again_and_again_exits_with_status_1(
                 except openai.APIConnectionError:
                     return  # it is gone
 
-    monkeypatch.setattr(server_module, "run", run_broken)
+    monkeypatch.setattr(server_module, "serve_until_stopped", run_broken)
     status, said = serve(ask, "--name", "small", "--record", str(tmp_path / "events.jsonl"))
     assert status == 1
     assert (503, "the session failed: every forward is broken") in seen

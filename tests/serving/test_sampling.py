@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.integrations.transformers import load_model
-from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.integrations.transformers.session.choices.sampling import Choice
 from kvloom.models import bundled_model_path
 from kvloom.serving.protocol.text import TextStream
 

@@ -87,12 +87,12 @@ def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
         {**files, "tls_certificate": tmp_path / "none.pem"},
         locked,  # nobody is asked for the password
     ):
-        with pytest.raises(ArgumentError, match="tls_certificate must be a file in PEM, and so its key"):
+        with pytest.raises(ArgumentError, match="tls_certificate and its key must be files in PEM"):
             Settings(**bad)
     with pytest.raises(ArgumentError, match="tls_certificate must be given with its key"):
         Settings(tls_key=files["tls_key"])
 
 
 def test_tls_does_not_replace_a_key(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="host must be a loopback address without an API key"):
+    with pytest.raises(ArgumentError, match="host must be a loopback address unless KVLOOM_API_KEY is set"):
         Settings(host="0.0.0.0", **certificate_in(tmp_path))

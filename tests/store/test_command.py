@@ -16,7 +16,7 @@ from kvloom.models import bundled_model_path
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
 from kvloom.store.digests import TextDigests
-from kvloom.store.survey import look, runs_of, why
+from kvloom.store.survey import look_at, runs_of, verdicts_on
 from kvloom.store.tiers.limits import evictions
 
 TOKENS = list(range(20, 36))
@@ -71,7 +71,7 @@ def test_show_tells_everything_of_the_run_that_a_name_begins(
     assert main(["store", "show", str(folder), name]) == 0
     assert "fingerprint weights     wwwwwwww" in capsys.readouterr().out
     assert main(["store", "show", str(folder), "x"]) == 2
-    assert "NAME must begin one run" in capsys.readouterr().err
+    assert "NAME must be the beginning of one run's name" in capsys.readouterr().err
 
 
 def test_verify_finds_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,9 +135,9 @@ def test_what_remembers_evictions_goes_with_age_and_bytes(folder: Path) -> None:
 def reasons(folder: Path, tokens: list[int], salt: str = "", **changes: str) -> list[str]:
     files, whose = Files(folder), fingerprint(**changes)
     objects = list(files.list_stored())
-    found = [look(files, x) for x in runs_of(objects)]
+    found = [look_at(files, x) for x in runs_of(objects)]
     evicted = evictions(files, objects, whose.folder)
-    return [x.reason for x in why(found, evicted, whose, salt, tokens, 2)]
+    return [x.reason for x in verdicts_on(found, evicted, whose, salt, tokens, 2)]
 
 
 def test_why_says_what_differs(folder: Path) -> None:

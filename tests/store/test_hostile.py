@@ -24,7 +24,7 @@ from kvloom.store.backends import Stored
 from kvloom.store.backends.files import Files
 from kvloom.store.backends.memory import MemoryBackend
 from kvloom.store.format import MAX_HEADER, DamagedRun, read_head
-from kvloom.store.survey import look
+from kvloom.store.survey import look_at
 
 
 def written(root: Path, tokens: list[int]) -> Path:
@@ -106,7 +106,7 @@ def test_sparse_files_cost_no_memory_and_are_not_copied(size: int, tmp_path: Pat
     (moved,) = (tmp_path / "quarantine").iterdir()
     assert moved.stat().st_size == size
     assert moved.stat().st_blocks < 1000
-    assert look(Files(tmp_path), Stored(f"quarantine/{moved.name}", size, 0.0), is_thorough=True).problem
+    assert look_at(Files(tmp_path), Stored(f"quarantine/{moved.name}", size, 0.0), is_thorough=True).problem
 
 
 def test_a_pipe_in_place_of_a_run_lets_nobody_wait(tmp_path: Path) -> None:

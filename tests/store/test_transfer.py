@@ -14,7 +14,7 @@ from kvloom.caches.tensors.storage import Storage
 from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import StoreBelow
-from kvloom.store.transfer import layers_of, pack
+from kvloom.store.transfer import layers_of, pack_pages
 
 TOKENS = list(range(100, 136))
 SIZE = 4
@@ -66,7 +66,7 @@ def test_a_reader_written_from_the_document_reads_what_attention_reads(
 ) -> None:
     pages = make_pages(kv, layout, heads=heads)
     with KVStore("memory://") as store:
-        store.save(whose(pages), "salt", TOKENS, 8, SIZE, pack(pages, range(2, 9), whose(pages)))
+        store.save(whose(pages), "salt", TOKENS, 8, SIZE, pack_pages(pages, range(2, 9), whose(pages)))
         store.flush()
         backend = store.tiers[0].connected()
         ((name, size, _),) = backend.list_stored()
@@ -144,7 +144,7 @@ def test_a_shard_reads_the_heads_it_has() -> None:
     pages = make_pages("int8:g8", "HND", heads=(4, 4))
     mine = whose(pages)
     with KVStore("memory://") as store:
-        store.save(mine, "", TOKENS, 0, SIZE, pack(pages, range(9), mine))
+        store.save(mine, "", TOKENS, 0, SIZE, pack_pages(pages, range(9), mine))
         store.flush()
         (whole,) = store.load(mine, "", TOKENS)
         before = store.tiers[0].counts["bytes_read"]

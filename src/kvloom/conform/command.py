@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvloom.core.arguments import expect_options
 from kvloom.errors import ArgumentError
 
 
@@ -54,11 +55,6 @@ def _dialect(name: str) -> str:
     return name
 
 
-def _check_count(args: argparse.Namespace) -> None:
-    if args.count is not None and args.count < 1:
-        raise ArgumentError(f"--count must be at least 1, got {args.count}")
-
-
 def _list(args: argparse.Namespace) -> None:
     import json
 
@@ -101,7 +97,7 @@ def _vectors(args: argparse.Namespace) -> None:
     from kvloom.conform.operators import OPERATORS
     from kvloom.conform.vectors import SEED, write
 
-    _check_count(args)
+    expect_options(args, 1, "count")
     names = [_dialect(name) for name in args.dialect or OPERATORS]
     index = write(args.folder, names, SEED if args.seed is None else args.seed, args.count)
     for name, each in index["dialects"].items():
@@ -115,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     from kvloom.conform.running import run
     from kvloom.conform.targets import TIMEOUT
 
-    _check_count(args)
+    expect_options(args, 1, "count")
     name = _dialect(args.dialect)
     made: list[Any]
     if args.seed is not None or args.count is not None:

@@ -1,5 +1,7 @@
 """Targets for ``kvloom conform run``: kvloom's operators, and those of transformers."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,14 +81,12 @@ def cache_update(
     """Layers of transformers."""
     from transformers import cache_utils
 
-    layer: Any = None
-    if kind == "dynamic":
-        layer = cache_utils.DynamicLayer()
-    elif kind == "static":
-        layer = cache_utils.StaticLayer(max_cache_len=max_length)
-    elif kind == "sliding":
-        layer = cache_utils.DynamicSlidingWindowLayer(sliding_window=max_length)
-    return _steps(layer, key_states, value_states)
+    makers: dict[str, Callable[[], Any]] = {
+        "dynamic": cache_utils.DynamicLayer,
+        "static": partial(cache_utils.StaticLayer, max_cache_len=max_length),
+        "sliding": partial(cache_utils.DynamicSlidingWindowLayer, sliding_window=max_length),
+    }
+    return _updated(makers, kind, key_states, value_states)
 
 
 def kvloom_cache_update(
@@ -95,19 +95,21 @@ def kvloom_cache_update(
     """kvloom's layers, which replace those of transformers."""
     from kvloom import caches
 
-    layer: Any = None
-    if kind == "dynamic":
-        layer = caches.DynamicLayer()
-    elif kind == "static":
-        layer = caches.StaticLayer(max_length)
-    elif kind == "sliding":
-        layer = caches.SlidingWindowLayer(max_length)
-    return _steps(layer, key_states, value_states)
+    makers: dict[str, Callable[[], Any]] = {
+        "dynamic": caches.DynamicLayer,
+        "static": partial(caches.StaticLayer, max_length),
+        "sliding": partial(caches.SlidingWindowLayer, max_length),
+    }
+    return _updated(makers, kind, key_states, value_states)
 
 
-def _steps(layer: Any, keys: list[Tensor], values: list[Tensor]) -> dict[str, list[Tensor]]:
-    if layer is None:
-        raise ArgumentError("kind must be dynamic, static or sliding")
+def _updated(
+    makers: Mapping[str, Callable[[], Any]], kind: str, keys: list[Tensor], values: list[Tensor]
+) -> dict[str, list[Tensor]]:
+    """What the updates of a new layer of a kind return, each as it was then."""
+    if kind not in makers:
+        raise ArgumentError(f"kind must be one of {', '.join(makers)}, got {kind!r}")
+    layer = makers[kind]()
     found: dict[str, list[Tensor]] = {"keys": [], "values": []}
     for key, value in zip(keys, values, strict=True):
         for name, x in zip(found, layer.update(key, value), strict=True):

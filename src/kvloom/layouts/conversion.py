@@ -158,7 +158,7 @@ def _expect_same_elements(layer: int, source: KVView, target: KVView) -> None:
     ):
         if (has := _elements(y)) != (wanted := _elements(x)):
             raise ShapeError(
-                f"target must have in layer {layer} for each {name} {wanted} as source, got {has}"
+                f"each {name} in layer {layer} of target must have {wanted}, as in source, got {has}"
             )
 
 
@@ -184,8 +184,8 @@ def allocate(source: KVTensors, placement: Placement) -> KVTensors:
         raise ArgumentError(f"page_size must be given for layout {layout.name!r}: the source has no pages")
     if "T" not in names and page_size is not None and source.num_slots % page_size:
         raise ArgumentError(
-            f"page_size must divide the {source.num_slots} slots of source, or the last page has slots of "
-            f"nothing, got {page_size}"
+            f"page_size must divide the {source.num_slots} slots of source, so that the last page is full, "
+            f"got {page_size}"
         )
     num_heads = source.heads or first.num_heads
     if num_heads % placement.shards:

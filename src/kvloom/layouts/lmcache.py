@@ -146,7 +146,7 @@ def to_lmcache(source: KVTensors, format: str, *, page_size: int | None = None) 
 
 def _axis(name: str, word: str, known: Mapping[str, str]) -> str:
     if word not in known:
-        raise ArgumentError(f"format must be words of {', '.join(known)} there, got {word!r} in {name!r}")
+        raise ArgumentError(f"format must have one of {', '.join(known)} where {name!r} has {word!r}")
     return known[word]
 
 
@@ -161,7 +161,7 @@ def _leaves(
     axis = found.lists[len(place)]
     if isinstance(x, Tensor) or not isinstance(x, Sequence) or not x:
         raise ArgumentError(
-            f"{_shown(place)} must be a list of some for {found.name}, got {type(x).__name__}"
+            f"{_shown(place)} must be a list that is not empty for {found.name}, got {type(x).__name__}"
         )
     if axis == "2" and len(x) > 2:
         raise ArgumentError(f"{_shown(place)} must be keys and values, or one of them, got {len(x)} of them")

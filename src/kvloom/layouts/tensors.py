@@ -63,7 +63,9 @@ class KVTensors:
         }
         shards = [[view for layer in range(num_layers) for view in held[layer, s]] for s in range(num_shards)]
         if len({len(views) for views in shards}) > 1:
-            raise ShapeError(f"tensors must have as many layers in each shard, got {[*map(len, shards)]}")
+            raise ShapeError(
+                f"tensors must have the same number of layers in each shard, got {[*map(len, shards)]}"
+            )
         views = tuple(zip(*shards, strict=True))
         if not views:
             raise ShapeError("tensors must have at least one layer, got an axis L of 0")

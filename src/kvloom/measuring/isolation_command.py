@@ -27,7 +27,7 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
+def print_isolation(args: argparse.Namespace) -> int:
     """Run all tests, and print results; returns 1 if one fails."""
     expect_kv("--kv", args.kv)
     model, _ = args.load(args.model)

@@ -81,7 +81,9 @@ def plan_bits(
     expect_range("recent", recent, 0)
     for kind in kinds:
         if parse_kind("kinds", kind).recent is not None:
-            raise ArgumentError(f"kinds must say nothing of recent, which is one for all, got {kind!r}")
+            raise ArgumentError(
+                f"kinds must be without recent, which is an argument for all of them, got {kind!r}"
+            )
     expect_decoder(model)
     expect_positions("input_ids", model, input_ids.shape[1])
     config = text_config_of(model)

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
+from kvloom.core.arguments import expect_least, expect_within
 from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
 from kvloom.errors import ArgumentError, UnsupportedError
@@ -125,10 +126,8 @@ def quality(
         raise ArgumentError(
             f"input_ids must be [N, W] int64 or int32 of at least 2 tokens a text, got {got!s:.60}"
         )
-    if chunk < 1:
-        raise ArgumentError(f"chunk must be at least 1, got {chunk}")
-    if not 0 <= after < input_ids.shape[1] - 1:
-        raise ArgumentError(f"after must be from 0 to {input_ids.shape[1] - 2}, got {after}")
+    expect_least("chunk", chunk, 1)
+    expect_within("after", after, 0, input_ids.shape[1] - 2)
     for kind in kv:
         if not isinstance(kind, Peer):
             expect_kv("kv", kind)

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvloom.core.arguments import expect_least, expect_options, expect_within, read_text
 from kvloom.core.spelling import expect_kv, is_plan
 from kvloom.errors import ArgumentError
 from kvloom.measuring.key_statistics import STATISTICS, parse_statistics
-from kvloom.measuring.texts import HELD_OUT, PACKAGES, read_text, texts_named
+from kvloom.measuring.texts import HELD_OUT, PACKAGES, texts_named
 from kvloom.models import check_model_folder, iter_texts
 
 if TYPE_CHECKING:
@@ -70,19 +71,17 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+def print_quality(args: argparse.Namespace) -> None:
     """Measure and print."""
     kinds = args.kv or _KINDS
     for kind in kinds:
         expect_kv("--kv", kind)
     _expect_plan(args)
-    if args.tokens < 2:
-        raise ArgumentError(f"--tokens must be at least 2, got {args.tokens}")
+    expect_options(args, 2, "tokens")
     statistics = parse_statistics("--keys", args.keys)
     if args.window != _LONGEST:
         window = _WINDOW if args.window is None else args.window
-        if window < 2:
-            raise ArgumentError(f"--window must be at least 2, got {window}")
+        expect_least("--window", window, 2)
         _expect_after(args.after, window)
     texts = texts_named(args.text)
     if args.model is not None:
@@ -141,8 +140,8 @@ def _tokens(text: str) -> int | str:
 
 
 def _expect_after(after: int | None, window: int) -> None:
-    if after is not None and not 0 <= after < window - 1:
-        raise ArgumentError(f"--after must be from 0 to {window - 2}, got {after}")
+    if after is not None:
+        expect_within("--after", after, 0, window - 2)
 
 
 def _within_positions(model: Any, window: int | str | None) -> int:
@@ -164,7 +163,9 @@ def _expect_plan(args: argparse.Namespace) -> None:
     """Check that options of a plan fit together."""
     is_sized = args.bits is not None or args.budget is not None
     if args.plan is None and (is_sized or args.calibrate is not None):
-        raise ArgumentError("--plan must name the file of the plan that other options are for")
+        raise ArgumentError(
+            "--plan must be given with --bits, --budget or --calibrate, got one of them alone"
+        )
     if args.plan is not None and not is_sized:
         raise ArgumentError("--plan must have --bits or --budget beside it")
     if args.plan is not None and not is_plan(str(args.plan)):
@@ -176,7 +177,7 @@ def _save_plan(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     from kvloom.measuring.planned_bits import plan_bits
     from kvloom.measuring.quality import windows_of
 
-    texts = iter_texts("train") if args.calibrate is None else [read_text(args.calibrate, "--calibrate")]
+    texts = iter_texts("train") if args.calibrate is None else [read_text("--calibrate", args.calibrate)]
     windows = windows_of(tokenizer, texts, _CALIBRATED, "--calibrate", _within_positions(model, None))
     plan_bits(model, windows, bits=args.bits, budget=args.budget).save(args.plan)
 

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvloom.core.arguments import expect_options, read_text
 from kvloom.core.spelling import parse_kind
 from kvloom.errors import ArgumentError
 
 
-def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]) -> None:
+def record_events(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]) -> None:
     """Record, and write the file.
 
     Args:
@@ -17,9 +18,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
         load: Function that loads model and tokenizer of a folder, or the bundled ones.
     """
     parse_kind("--kv", args.kv)
-    for name in ("pages", "page_size", "max_new_tokens"):
-        if (value := getattr(args, name)) < 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    expect_options(args, 1, "pages", "page_size", "max_new_tokens")
     prompts = [_read(path) for path in args.prompt_file]
     model, tokenizer = load(args.model)
     from kvloom.integrations.transformers import KVPool
@@ -48,10 +47,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
 
 
 def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--prompt-file must be text in UTF-8: {error}") from error
+    text = read_text("--prompt-file", path)
     if not text:
         raise ArgumentError(f"--prompt-file must hold at least one token, got an empty text in {str(path)!r}")
     return text

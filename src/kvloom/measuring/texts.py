@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from kvloom.core.arguments import read_text
 from kvloom.errors import ArgumentError
 from kvloom.models import iter_texts
 
@@ -19,12 +20,11 @@ _LEAST, _MOST = 2000, 100_000
 """Limits of a file's characters: no stub, and no table that would fill a text."""
 
 
-def texts_named(name: str, option: str = "--text") -> Iterable[str]:
+def texts_named(name: str) -> Iterable[str]:
     """Iterate over texts.
 
     Args:
         name: ``"held-out"``, a package of ``PACKAGES`` for its sources, or a file.
-        option: Name of ``name`` in errors.
 
     Raises:
         ArgumentError: there is no such package or file, or the file is not in UTF-8.
@@ -32,22 +32,14 @@ def texts_named(name: str, option: str = "--text") -> Iterable[str]:
     if name == HELD_OUT:
         return iter_texts("heldout")
     if name in PACKAGES:
-        return _sources(_folder(name, option))
-    return [read_text(Path(name), option)]
+        return _sources(_folder(name))
+    return [read_text("--text", Path(name))]
 
 
-def read_text(path: Path, option: str) -> str:
-    """Read the text of a file; ArgumentError names the option that named it."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{option} must be text in UTF-8: {error}") from error
-
-
-def _folder(package: str, option: str) -> Path:
+def _folder(package: str) -> Path:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ArgumentError(f"{option} must be an installed package, got {package!r}")
+        raise ArgumentError(f"--text must be an installed package, got {package!r}")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

@@ -58,7 +58,7 @@ def parse_bytes(name: str, text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
-def run(args: argparse.Namespace) -> None:
+def print_plans(args: argparse.Namespace) -> None:
     """Print the plans that the options ask for."""
     if args.kv is not None:
         expect_kv("--kv", args.kv)

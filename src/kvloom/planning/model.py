@@ -252,7 +252,8 @@ def _shape(name: str, layer: LayerSpec, cache: Watched, index: int, is_latent: b
         state, numel = sum(x.nbytes for x in kept), sum(x.numel() for x in kept)
         if not state and index not in cache.seen:
             raise UnsupportedError(
-                f"config must be of a model that keeps recurrent states in its cache, got {name} with others"
+                f"config must be of a model that keeps recurrent states in its cache, got {name}, which "
+                "keeps them elsewhere"
             )
     keys = cache.indexed.get(index)
     of_index = None if keys is None else entry_of(keys.unsqueeze(1), keys.unsqueeze(1)[..., :0])

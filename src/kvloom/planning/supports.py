@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
-def run(args: argparse.Namespace) -> None:
+def print_support(args: argparse.Namespace) -> None:
     """Print what the layers of a model keep, and which uses it allows."""
     from kvloom.planning.model import read_config
 

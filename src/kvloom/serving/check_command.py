@@ -10,9 +10,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from kvloom.core.arguments import expect_within
 from kvloom.errors import ArgumentError, KVError
 from kvloom.serving import expect_installed
-from kvloom.serving.settings import KEYS_VARIABLE, Settings, expect_within, keys_from
+from kvloom.serving.settings import KEYS_VARIABLE, Settings, keys_from
 
 if TYPE_CHECKING:
     import openai
@@ -51,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, not a sentence")
 
 
-def run(args: argparse.Namespace) -> int:
+def print_check(args: argparse.Namespace) -> int:
     """Ask, compare, and print what differs.
 
     Returns:

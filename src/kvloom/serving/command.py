@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvloom.core.arguments import expect_within, read_text
 from kvloom.core.spelling import PACKS, expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.serving import expect_installed
 from kvloom.serving.options import LIMITS
-from kvloom.serving.settings import MOST, Settings, expect_within, expect_writable, keys_from
+from kvloom.serving.settings import MOST, Settings, expect_writable, keys_from
 
 if TYPE_CHECKING:
     from kvloom.serving.endpoints.models import Model
@@ -26,7 +27,7 @@ _MEMORY_SHARE: Final = 0.8
 """Largest share of the free memory for the pages of several models, divided equally."""
 
 
-def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, Any]]) -> int:
+def serve(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, Any]]) -> int:
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
     if args.max_batch_tokens is not None:
         expect_within("--max-batch-tokens", args.max_batch_tokens, 1, _MOST_STEP)
     paths = _paths(args)
-    template = _read_template(args.chat_template)
+    template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     if args.record_text and args.record is None:
         raise ArgumentError("--record-text must be given with --record, got it alone")
     if args.record is not None:
@@ -72,10 +73,10 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
         _model_of(name, path, len(paths), template, args, settings, load) for name, path in paths.items()
     ]
     if args.record is None:
-        return server.run(models, settings)
+        return server.serve_until_stopped(models, settings)
     session = models[0].session
     session.manager.record()
-    status = server.run(models, settings)
+    status = server.serve_until_stopped(models, settings)
     session.manager.save_events(args.record, session.tokenizer.decode if args.record_text else None)
     return status
 
@@ -136,10 +137,3 @@ def _model_of(
         picture_tokens=args.picture_tokens,
     )
     return Model((name, str(path or bundled_model_path())), session)
-
-
-def _read_template(path: Path | None) -> str | None:
-    try:
-        return None if path is None else path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--chat-template must be text in UTF-8: {error}") from error

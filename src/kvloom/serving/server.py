@@ -182,7 +182,7 @@ def server_of(app: Any, settings: Settings) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def run(models: Sequence[Model], settings: Settings) -> int:
+def serve_until_stopped(models: Sequence[Model], settings: Settings) -> int:
     """Serve until Ctrl-C or SIGTERM; answers that have begun then have ``drain_seconds`` to end.
 
     Returns:

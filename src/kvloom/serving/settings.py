@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
+from kvloom.core.arguments import expect_within
 from kvloom.errors import ArgumentError
 
 KEYS_VARIABLE: Final = "KVLOOM_API_KEY"
@@ -91,7 +92,7 @@ class Settings:
         self._check_tls()
         if not self.api_keys and not is_loopback(self.host):
             raise ArgumentError(
-                f"host must be a loopback address without an API key, got {self.host!r}: set {KEYS_VARIABLE}"
+                f"host must be a loopback address unless {KEYS_VARIABLE} is set, got {self.host!r}"
             )
 
     def _check_tls(self) -> None:
@@ -104,7 +105,7 @@ class Settings:
                 context.load_cert_chain(self.tls_certificate, self.tls_key, password="")
             except (OSError, ValueError) as error:
                 raise ArgumentError(
-                    f"tls_certificate must be a file in PEM, and so its key, without a password, got "
+                    f"tls_certificate and its key must be files in PEM without a password, got "
                     f"{str(self.tls_certificate)!r} and {str(self.tls_key)!r}: {error}"
                 ) from error
 
@@ -113,12 +114,6 @@ class Settings:
         """Scheme and host of the server's URLs, without a port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.tls_certificate is None else 'https'}://{host}"
-
-
-def expect_within(name: str, value: float, low: float, high: float) -> None:
-    """Raise ArgumentError unless a number is from ``low`` to ``high``; a NaN is not."""
-    if not low <= value <= high:
-        raise ArgumentError(f"{name} must be from {low:,} to {high:,}, got {value}")
 
 
 def expect_writable(name: str, path: Path) -> None:

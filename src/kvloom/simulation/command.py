@@ -95,7 +95,7 @@ def parse_tokens(text: str, name: str = "capacity", unit: str = "tokens") -> int
     return round(float(found[1]) * _UNITS[found[2]])
 
 
-def run(args: argparse.Namespace) -> None:
+def print_hits(args: argparse.Namespace) -> None:
     """Replay the trace, and print what each cache found."""
     from kvloom.simulation.replay import POLICIES
     from kvloom.simulation.trace import read_trace

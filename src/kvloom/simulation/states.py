@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvloom import paging
+from kvloom.core.arguments import expect_least
 from kvloom.errors import ArgumentError
 from kvloom.paging import PagePool, PageRef, PrefixTree
 from kvloom.paging.grid import grid_interval
@@ -62,10 +63,9 @@ def replay_states(
             raise ArgumentError(f"{name} must be at least {page_size} tokens, got {tokens}")
     if below and state_tokens is None:
         raise ArgumentError(f"state_tokens must be given with states and below {below}, got None")
-    if state_tokens is not None and state_tokens < 1:
-        raise ArgumentError(f"state_tokens must be at least 1, got {state_tokens}")
-    if max_states is not None and max_states < 1:
-        raise ArgumentError(f"max_states must be at least 1, got {max_states}")
+    for name, count in (("state_tokens", state_tokens), ("max_states", max_states)):
+        if count is not None:
+            expect_least(name, count, 1)
     requests = paged(requests, page_size)
     interval = grid_interval(state_interval, page_size)
     most = _MOST * len(requests)

@@ -111,11 +111,13 @@ def _request(number: int, line: str) -> Request:
             f"trace must have {', '.join(_GIVEN[:-1])} and {_GIVEN[-1]} in line {number}, and may have "
             f"block_size, got {line.strip()[:60]!r}"
         ) from error
+    if not request.input_length:
+        raise ArgumentError(f"trace must have an input_length of at least 1, got 0 in line {number}")
     num_blocks = -(-request.input_length // request.block_size)
-    if not num_blocks or len(request.hash_ids) != num_blocks:
+    if len(request.hash_ids) != num_blocks:
         raise ArgumentError(
-            f"trace must have a number in hash_ids for each {request.block_size} tokens of input_length, as "
-            f"{'its block_size says' if 'block_size' in found else 'is usual without block_size'}, "
-            f"{num_blocks} for {request.input_length} tokens, got {len(request.hash_ids)} in line {number}"
+            f"trace must have {num_blocks} hash_ids in line {number}, one for each {request.block_size} "
+            f"tokens ({'its' if 'block_size' in found else 'the usual'} block_size) of its input_length "
+            f"{request.input_length}, got {len(request.hash_ids)}"
         )
     return request

@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from kvloom.core.arguments import expect_options
 from kvloom.errors import ArgumentError
 from kvloom.store import survey
 from kvloom.store.backends import Backend, Stored, connect, expect_own, store_url
 from kvloom.store.format import Run
 from kvloom.store.names import ObjectKind, kind_of
 from kvloom.store.sums import read_sums
-from kvloom.store.survey import Surveyed, look, runs_of
+from kvloom.store.survey import Surveyed, look_at, runs_of
 from kvloom.store.tiers.limits import evict, evictions, too_many
 
 _TIMEOUT = 30.0
@@ -25,7 +26,7 @@ def ls(args: argparse.Namespace) -> None:
     """List all runs."""
     sums = read_sums(args.key_file)
     backend, objects = _opened(args)
-    found = [look(backend, x, sums) for x in runs_of(objects)]
+    found = [look_at(backend, x, sums) for x in runs_of(objects)]
     if args.json:
         _print_lines(_described(x) for x in found)
         return
@@ -51,8 +52,10 @@ def show(args: argparse.Namespace) -> None:
     backend, objects = _opened(args)
     named = [x for x in runs_of(objects) if x.name.startswith(args.name)]
     if len(named) != 1:
-        raise ArgumentError(f"NAME must begin one run of the store, got {args.name!r}, with {len(named)}")
-    described = _described(look(backend, named[0], read_sums(args.key_file), is_thorough=True))
+        raise ArgumentError(
+            f"NAME must be the beginning of one run's name, got {args.name!r}, with which {len(named)} begin"
+        )
+    described = _described(look_at(backend, named[0], read_sums(args.key_file), is_thorough=True))
     if args.json:
         _print_lines([described])
         return
@@ -66,7 +69,7 @@ def verify(args: argparse.Namespace) -> None:
     backend, objects = _opened(args)
     sums = read_sums(args.key_file)
     here = [x for x in runs_of(objects) if kind_of(x.name) is ObjectKind.RUN]
-    found = [look(backend, x, sums, is_thorough=True) for x in _tracked(here, args.json)]
+    found = [look_at(backend, x, sums, is_thorough=True) for x in _tracked(here, args.json)]
     damaged = [x for x in found if x.problem]
     if args.json:
         _print_lines({"name": x.stored.name, "problem": x.problem} for x in found)
@@ -80,9 +83,7 @@ def verify(args: argparse.Namespace) -> None:
 
 def gc(args: argparse.Namespace) -> None:
     """Remove objects until limits hold."""
-    for name in ("max_bytes", "max_age"):
-        if (value := getattr(args, name)) is not None and not value >= 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+    expect_options(args, 0, "max_bytes", "max_age")
     expect_own(store_url(args.store))
     backend, objects = _opened(args)
     sums, lasting = read_sums(args.key_file), set[Stored]()
@@ -109,13 +110,12 @@ def gc(args: argparse.Namespace) -> None:
 
 def why(args: argparse.Namespace) -> None:
     """Print for each page of a prompt why it is found or not."""
-    if args.page_size < 1:
-        raise ArgumentError(f"--page-size must be at least 1, got {args.page_size}")
+    expect_options(args, 1, "page_size")
     backend, objects = _opened(args)
     fingerprint, tokens = args.ask(args)
-    found = [look(backend, x, read_sums(args.key_file)) for x in runs_of(objects)]
+    found = [look_at(backend, x, read_sums(args.key_file)) for x in runs_of(objects)]
     evicted = evictions(backend, objects, read_sums(args.key_file).folder(fingerprint.digest))
-    verdicts = list(survey.why(found, evicted, fingerprint, args.salt, tokens, args.page_size))
+    verdicts = list(survey.verdicts_on(found, evicted, fingerprint, args.salt, tokens, args.page_size))
     if args.json:
         for x in verdicts:
             page = {"first": x.tokens.start, "end": x.tokens.stop, "found": x.is_found, "reason": x.reason}

@@ -16,10 +16,10 @@ from kvloom.store.digests import TextDigests
 from kvloom.store.fingerprint import Fingerprint, Probe
 from kvloom.store.format import page_bytes
 from kvloom.store.store import KVStore, open_store
-from kvloom.store.survey import Verdict, look
+from kvloom.store.survey import Verdict, look_at
 from kvloom.store.tiers.limits import evictions
 from kvloom.store.tiers.tier import ReadPages
-from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_digest, unpack
+from kvloom.store.transfer import layers_of, pack_pages, rotation_of, smoothing_digest, unpack_pages
 
 _TIMEOUT: Final = 30.0
 _OPENING_SECONDS: Final = 1.0
@@ -172,7 +172,7 @@ class StoreBelow:
         for run in runs_of([end // size - 1 for end in missing], max(1, RUN_BYTES // nbytes)):
             if store.has_room(nbytes * len(run)):
                 ids = [held.table.page(i - first).id for i in run]
-                data = pack(self._pages, ids, whose)
+                data = pack_pages(self._pages, ids, whose)
                 store.save_part(whose, salt, prefixes, run.start * size, run.stop * size, size, data)
             else:
                 store.counts["runs_dropped"] += 1
@@ -196,7 +196,7 @@ class StoreBelow:
         if not self.store.has_room(nbytes):
             self.store.counts["runs_dropped"] += 1
             return
-        data = pack(self._pages, [ref.id], self.fingerprint, count)
+        data = pack_pages(self._pages, [ref.id], self.fingerprint, count)
         self.store.save(self.fingerprint, salt, tokens, end - count, 1, data)
 
     def write_part(self, pieces: Sequence[ReadPages], ref: PageRef, start: int, end: int) -> None:
@@ -252,10 +252,10 @@ class StoreBelow:
         tier = self.store.tiers[0]
         backend = connect(tier.url, _TIMEOUT)
         objects = sorted(backend.list_stored())
-        found = [look(backend, x, tier.sums) for x in survey.runs_of(objects)]
+        found = [look_at(backend, x, tier.sums) for x in survey.runs_of(objects)]
         evicted = evictions(backend, objects, tier.sums.folder(self.fingerprint.digest))
         size = self._pages.format.page_size
-        return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
+        return list(survey.verdicts_on(found, evicted, self.fingerprint, salt, tokens, size))
 
     def has_storages(self) -> bool:
         """Whether the pool has the format of the store; allocates its tensors if there are none."""
@@ -277,7 +277,7 @@ class StoreBelow:
         first = max(segment.start, start)
         tokens = range(first - at, min(segment.end, end) - at)
         if len(tokens):
-            unpack(piece, tokens, self._pages, ids, first - start)
+            unpack_pages(piece, tokens, self._pages, ids, first - start)
 
 
 def put_below(

@@ -119,7 +119,7 @@ class Fingerprint:
             runs = named.pop("layers")
             counts = [count for count, _ in runs]
             if any(type(count) is not int or count < 1 for count in counts) or sum(counts) > max_layers:
-                raise ConfigError(f"layers must be counted from 1 to {max_layers} in all, got {counts[:9]}")
+                raise ConfigError(f"layers must be 1 to {max_layers} in total, got the counts {counts[:9]}")
             layers = [layer for count, saved in runs for layer in [_layer(saved)] * count]
             found = cls(**named, layers=tuple(layers))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal
 
+from kvloom.core.arguments import expect_least
 from kvloom.errors import ArgumentError
 from kvloom.store.digests import TextDigests, digests_of, salt_digest
 from kvloom.store.fingerprint import Fingerprint, Probe
@@ -79,8 +80,8 @@ class KVStore:
             raise ArgumentError(f"read must be 'cheaper' or 'always', got {read!r}")
         given = {"max_bytes": max_bytes, "max_age": max_age, "max_queued": max_queued, "max_wait": max_wait}
         for name, limit in given.items():
-            if limit is not None and not limit >= 0:
-                raise ArgumentError(f"{name} must be at least 0, got {limit!r}")
+            if limit is not None:
+                expect_least(name, limit, 0)
         if mode not in _MODES:
             raise ArgumentError(f"mode must be one of {', '.join(map(oct, _MODES))}, got {mode!r}")
         limits: dict[str, Any] = {"timeout": timeout, "max_bytes": max_bytes, "max_age": max_age}

@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def look(backend: Backend, x: Stored, sums: Sums = PLAIN, is_thorough: bool = False) -> Surveyed:
+def look_at(backend: Backend, x: Stored, sums: Sums = PLAIN, is_thorough: bool = False) -> Surveyed:
     """Read the head of an object, or with ``is_thorough`` all of it."""
     try:
         run, start = head_of(backend, x, sums)
@@ -80,7 +80,7 @@ def _expect_whole(backend: Backend, x: Stored, run: Run, start: int) -> None:
             run.expect_whole(data, pages, heads)
 
 
-def why(
+def verdicts_on(
     runs: Iterable[Surveyed],
     evicted: Iterable[Eviction],
     fingerprint: Fingerprint,

@@ -43,7 +43,7 @@ def digest_of(found: Sequence[KeySmoothing | None]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def pack(
+def pack_pages(
     pages: Pages, ids: Sequence[int], fingerprint: Fingerprint, num_tokens: int | None = None
 ) -> bytearray:
     """Copy pages to bytes: R * N pages of ``page_bytes``, heads outermost.
@@ -63,7 +63,7 @@ def pack(
 def pack_slots(
     layers: Sequence[tuple[KVView, Tensor]], fingerprint: Fingerprint, page_size: int, num_pages: int
 ) -> bytearray:
-    """``pack``, given the view of each layer, and in it the N * S slots of the tokens."""
+    """``pack_pages``, given the view of each layer, and in it the N * S slots of the tokens."""
     packed = bytearray(fingerprint.num_heads * num_pages * page_bytes(fingerprint, page_size))
     data, device = torch.frombuffer(packed, dtype=torch.uint8), layers[0][0].device
     moved = data if device.type == "cpu" else data.to(device)
@@ -75,7 +75,7 @@ def pack_slots(
     return packed
 
 
-def unpack(piece: ReadPages, tokens: range, pages: Pages, ids: Sequence[int], start: int) -> None:
+def unpack_pages(piece: ReadPages, tokens: range, pages: Pages, ids: Sequence[int], start: int) -> None:
     """Write tokens of pages that were read to pages of a pool.
 
     Args:
@@ -99,7 +99,7 @@ def unpack(piece: ReadPages, tokens: range, pages: Pages, ids: Sequence[int], st
 def unpack_slots(
     piece: ReadPages, fingerprint: Fingerprint, layers: Sequence[tuple[Tensor, KVView, Tensor]]
 ) -> None:
-    """``unpack``, given for each layer tokens of the piece, the view to write, and the slots in it.
+    """``unpack_pages``, given for each layer tokens of the piece, the view to write, and the slots in it.
 
     ``fingerprint`` is that of the heads that were read.
     """

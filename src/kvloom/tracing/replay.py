@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvloom.core.arguments import expect_least
 from kvloom.errors import ArgumentError
 from kvloom.paging import Events, PagePool, PrefixTree
 from kvloom.simulation.trace import BLOCK_TOKENS, read_trace
@@ -62,7 +63,7 @@ def lookups_of(lines: Iterable[dict[str, Any]]) -> list[Lookup]:
     return [Lookup(x["t"], x["tenant"], x["tokens"], x["nodes"]) for x in lines if x.get("kind") == "begin"]
 
 
-def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1, capacity: int = _ALL) -> Events:
+def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1) -> Events:
     """Replay requests one after the other: each finds, computes and leaves its pages.
 
     If a text has more pages than the pool, its first pages are kept. The pool has no more than all texts.
@@ -71,18 +72,16 @@ def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1, capaci
         lookups: Look-ups in order.
         num_pages: Number of pages of the pool.
         page_size: Tokens in a page, which are counted, not compared.
-        capacity: Number of events to keep.
 
     Raises:
         ArgumentError: ``num_pages`` is less than 1.
     """
-    if num_pages < 1:
-        raise ArgumentError(f"num_pages must be at least 1, got {num_pages}")
+    expect_least("num_pages", num_pages, 1)
     lookups = list(lookups)
     num_pages = min(num_pages, max(sum(len(text.pages) for text in lookups), 1))
     pool, clock = PagePool(num_pages), _Clock()
     tree = PrefixTree(pool, page_size=1)  # numbers of pages are used as tokens
-    events = tree.record(capacity, max_remembered=_ALL, clock=clock)
+    events = tree.record(_ALL, max_remembered=_ALL, clock=clock)
     events.scale = page_size
     for text in lookups:
         clock.now = max(text.time, clock.now)

@@ -78,25 +78,36 @@ def test_a_given_text_has_its_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_half_of_a_pair_is_refused_in_the_first_forward(name: str) -> None:
+def test_a_cache_without_an_encoder_is_refused_in_the_first_forward(name: str) -> None:
     """Models take it for that of the encoder's keys as well, or forget what it holds in each forward."""
     model, ids = family(name), torch.tensor([[5, 6, 7]])
     watch = ModelWatch(model)
     cache = KVCache.for_model(model)
     assert watch.state() == ""
     inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": True}
-    for half in (cache, cache.fork(), copy.deepcopy(cache)):
-        with pytest.raises(UnsupportedError, match=r"^cache must be EncoderDecoderCache\(KVCache\.for_model"):
+    encoder = cache.cross_attention_cache
+    for half in (encoder, encoder.fork(), copy.deepcopy(encoder)):
+        with pytest.raises(
+            UnsupportedError, match=r"^cache must be KVCache\.for_model\(model\) for .* alone$"
+        ):
             model(**inputs, **{CACHE_ARGUMENT: half})
         assert half.get_seq_length() == 0
+    del cache, encoder, half
+    gc.collect()
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pair_made_by_hand_keeps_working(name: str) -> None:
+    model, ids = family(name), torch.tensor([[5, 6, 7]])
+    inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": True}
     with torch.no_grad():
         expected = model(**inputs).logits
+        cache = KVCache.for_model(model)
         pair = EncoderDecoderCache(cache, DynamicCache())
         torch.testing.assert_close(model(**inputs, **{CACHE_ARGUMENT: pair}).logits, expected)
     assert cache.get_seq_length() == 3
-    del cache, half, pair
-    gc.collect()
-    assert not model._forward_pre_hooks
+    assert cache.cross_attention_cache.nbytes == 0
 
 
 @pytest.mark.parametrize("make", [KVCache.for_model, partial(KVPool.for_model, max_tokens=64), enable])

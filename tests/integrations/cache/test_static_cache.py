@@ -111,7 +111,7 @@ def test_every_decode_step_is_one_graph(kv: str, attention: str) -> None:
 @pytest.mark.parametrize(("name", "ours"), [("Llama", True), ("Gemma2", True), ("Gemma2", False)])
 def test_generate_compiles_steps_whose_masks_it_made_ahead(name: str, ours: bool) -> None:
     """In place, of this library's static cache and of transformers' own."""
-    model = family(name, "kvloom", num_hidden_layers=2)
+    model = family(name, "kvloom", num_hidden_layers={"Llama": 1, "Gemma2": 2}[name])  # of each kind one
     new = {"max_new_tokens": 6, "min_new_tokens": 6}
     expected = continued(model, KVCache.for_model(model), **new).sequences
     cache = static(model) if ours else StaticCache(config=model.config, max_cache_len=64)

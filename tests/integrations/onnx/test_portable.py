@@ -24,7 +24,7 @@ from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 from kvloom.errors import ArgumentError, ModelError
 from kvloom.integrations import onnx as kvonnx
-from kvloom.integrations.onnx.reference import to_numpy, to_torch
+from kvloom.integrations.onnx.session import to_numpy, to_torch
 
 OPERATORS = {
     "static": pmx.key_value_cache,

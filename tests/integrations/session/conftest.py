@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from kvloom.integrations.transformers.versions import IS_4
 
-collect_ignore_glob = ["test_*.py"] if IS_4 else []
+collect_ignore_glob = ["*test_*.py"] if IS_4 else []

@@ -111,7 +111,7 @@ def test_memory_that_does_not_come_is_a_limit(model: Any, expected: list[list[in
     ):
         names = [running.manager.add_request(x) for x in REQUESTS]
         running.step()
-        storages = running.cache.pages.storages
+        storages = running.cache.requests.pages.storages
         patch.setattr(type(storages[2]), "reserve", refuse)
         running.run()
         report = running.manager.report()
@@ -134,6 +134,6 @@ def test_a_forward_that_raises_ends_all_requests_and_leaves_no_page_taken(model:
         running.manager._handle_critical_error(error, running.processor)
         running._collect()
         report = running.manager.report()
-        running.cache.check()
+        running.cache.requests.check()
     assert {x.error for x in running.outputs.values()} == {"broken"} and len(running.outputs) == 4
     assert report.active == report.running == report.waiting == 0

@@ -23,7 +23,7 @@ from transformers import (
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import continuous_batching, disable, enable
-from kvloom.integrations.transformers.session import groups
+from kvloom.integrations.transformers.session.requests import groups
 
 PROMPT = [3 + (7 * i) % 90 for i in range(70)]
 
@@ -149,7 +149,7 @@ def test_calling_again_replaces_the_arguments() -> None:
     continuous_batching(model, "int8:g16", values="int4:g16")
     assert not hasattr(model, "_cached_continuous_batching_manager")
     with session(model) as running:
-        key, value = running.cache.pages.storages[0].specs
+        key, value = running.cache.requests.pages.storages[0].specs
         assert (key.quant, value.quant) == (QuantSpec(8, 16), QuantSpec(4, 16, full_range=True))
         assert running.manager is not kept
 

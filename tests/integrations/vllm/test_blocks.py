@@ -32,7 +32,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def fingerprint(groups: Sequence[Group], quant: QuantSpec | None, heads: int = HEADS) -> Fingerprint:
     layer = blocks.layer_format(heads, DIM, torch.float32, quant)
-    text = blocks.attention(groups)
+    text = blocks.attention_text(groups)
     return Fingerprint("model", "weights", "float32", "rope", text, "none", (layer,) * LAYERS)
 
 
@@ -123,8 +123,8 @@ def test_a_prefix_goes_on_in_the_middle_of_what_was_read(name: str) -> None:
 
 
 def test_windows_are_part_of_what_bytes_mean() -> None:
-    assert blocks.attention(FULL) == "full"
-    assert blocks.attention(HYBRID) == "windows 0 40 0"
+    assert blocks.attention_text(FULL) == "full"
+    assert blocks.attention_text(HYBRID) == "windows 0 40 0"
 
 
 def test_layers_with_different_heads_are_for_one_rank() -> None:

@@ -144,7 +144,7 @@ def test_a_pool_of_transformers_has_the_codes_of_vllm(
     from kvloom.integrations.transformers import KVPool, load_model
     from kvloom.integrations.transformers.pool.identity import fingerprint_of
     from kvloom.store import KVStore
-    from kvloom.store.transfer import pack
+    from kvloom.store.transfer import pack_pages
 
     model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
     tokens = tokenizer(prompts()[1], return_tensors="pt").input_ids
@@ -160,7 +160,7 @@ def test_a_pool_of_transformers_has_the_codes_of_vllm(
         cache = pool.begin(tokens)
         assert cache.get_seq_length() == wanted
         ids = [ref.id for ref in cache.sequences[0].tables[0].pages]
-        assert pack(cache.sequences[0].pages, ids, fingerprint) == piece.data[piece.start :]
+        assert pack_pages(cache.sequences[0].pages, ids, fingerprint) == piece.data[piece.start :]
         logits = model(tokens[:, wanted:], past_key_values=cache).logits[0, -1]
     assert int(logits.argmax()) == int8[1][0]
 

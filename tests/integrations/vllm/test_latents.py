@@ -88,7 +88,9 @@ class Requests:
             at = torch.arange(len(latents))
             full_range = format.key.quant is not None and format.key.quant.full_range
             kept = latents.unsqueeze(1), rope.unsqueeze(1)
-            layer.store(*kept, row[at // size] * size + at % size, view, transform, full_range=full_range)
+            layer.store_in_pages(
+                *kept, row[at // size] * size + at % size, view, transform, full_range=full_range
+            )
         return view
 
     def step(self, sizes: LatentSizes | None = SIZES) -> LatentStep:
@@ -221,5 +223,5 @@ def test_v2_lite_expands_from_171_queries_on() -> None:
 def test_attention_in_both_directions_is_refused() -> None:
     both = common([2])
     both.causal = False
-    with pytest.raises(UnsupportedError, match="must be attended to causally, got causal=False"):
+    with pytest.raises(UnsupportedError, match="pages of kvloom must be causal, got causal=False"):
         latent_step_of(both, BLOCK, SIZES)

@@ -76,8 +76,8 @@ class Layer:
             at = None if self.positions is None else self.positions[part]
             padded = torch.cat([slots[part], torch.full((2,), -1)])
             kept = (torch.cat([x[part], torch.zeros(2, HEADS, DIM)]) for x in (self.key, self.value))
-            layer.store(*kept, padded, self.view, transform, at, full_range=INT4.full_range)
-        layer.store(self.key, self.value, slots_in(self.exact, 16), self.newest)
+            layer.store_in_pages(*kept, padded, self.view, transform, at, full_range=INT4.full_range)
+        layer.store_in_pages(self.key, self.value, slots_in(self.exact, 16), self.newest)
 
     def attend(self, new: int = TOKENS, scores: ops.Scores = CAUSAL, recent: int | None = RECENT) -> Tensor:
         """``[new, Hq, D]`` of the last ``new`` tokens."""
@@ -87,7 +87,7 @@ class Layer:
         newest = None
         if recent is not None:
             newest = Newest(self.newest, recent), step_in(self.exact, 16, new)
-        layer.attend(query, self.view, step, scores, out, self.transform, newest)
+        layer.attend_to_pages(query, self.view, step, scores, out, self.transform, newest)
         assert out[new:].isnan().all() and not out[:new].isnan().any()
         return out[:new]
 

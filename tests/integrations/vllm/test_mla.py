@@ -122,9 +122,11 @@ def test_int8_pages_are_float_pages_of_rounded_latents(model: Path, monkeypatch:
         codes, code_logs = answers(engine)
     with closing(Engine(model, **FLOAT)) as engine:
         floats, float_logs = answers(engine)
-    store = layer.store
+    store = layer.store_in_pages
     monkeypatch.setattr(
-        layer, "store", lambda key, value, *rest, **k: store(rounded(key), rounded(value), *rest, **k)
+        layer,
+        "store_in_pages",
+        lambda key, value, *rest, **k: store(rounded(key), rounded(value), *rest, **k),
     )
     with closing(Engine(model, **FLOAT)) as engine:
         same, same_logs = answers(engine)

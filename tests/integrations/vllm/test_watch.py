@@ -135,6 +135,6 @@ def test_the_model_of_a_layer_is_found() -> None:
     assert model_of(first["model"][1].attend) is first
     assert model_of(second["model"][2].attend) is second
     with pytest.raises(
-        UnsupportedError, match="layers must be parts of a model for a store, got one of none"
+        UnsupportedError, match="layers must be modules of a model for a store, got one that is in no model"
     ):
         model_of(nn.Identity())

@@ -63,8 +63,8 @@ class PageSlots:
             self._room = room
         for b, (table, (first, _), (end, _)) in enumerate(zip(self._tables, self._ends, ends, strict=True)):
             if end > first:
-                ids = (ref.id for ref in table.pages_from(first))
-                new = torch.tensor(self._pages.first_slots(ids, self._storage))
+                pages = [ref.id for ref in table.pages_from(first)]
+                new = torch.tensor(self._pages.first_slots(pages, self._storage))
                 at = self._before[b]
                 self._room.data[b, at + first : at + end] = new  # autograd may have saved what lies before
         self._slots, self._ends = self._room[:, :width].contiguous(), ends

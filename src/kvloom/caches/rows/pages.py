@@ -238,7 +238,7 @@ class Pages:
         Row b begins with ``before[b]`` placeholders, slot 0, for pages that table b no longer has, and ends
         with ``after[b]`` for such that it does not have yet.
         """
-        rows = [self.first_slots((ref.id for ref in table.pages), storage) for table in tables]
+        rows = [self.first_slots([ref.id for ref in x.pages], storage) for x in tables]
         none = [0] * len(rows)
         places = zip(before or none, rows, after or none, strict=True)
         rows = [[0] * m + row + [0] * n for m, row, n in places]

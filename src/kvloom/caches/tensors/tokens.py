@@ -146,65 +146,51 @@ class Tokens:
             ``[B, Q, Hq, Dv]``.
         """
         scores = _CAUSAL if scores is None else scores  # Dynamo of torch 2.10 traces no object as a default
+        rows, num_new, exact, is_latent = query.shape[0], query.shape[2], self.exact, self.is_latent
+        block: Tensor | None = None
+        if mask is not None and rows > 1:  # the mask of ``ops.attend`` has the tokens of all on one axis
+            return torch.cat([self._attend_row(query, scores, first, mask, b) for b in range(rows)])
         if mask is not None:
-            rows = range(query.shape[0])
-            return torch.cat([self._attend_row(query[b : b + 1], scores, first, mask, b) for b in rows])
-        if self.window is not None:
+            block = _added(mask[0], query.shape[1])
+            scores = replace(scores, mask=_shifted(block, self.index.origins))
+        elif self.window is not None:
             scores = replace(scores, window=self.window)
-        num_new = query.shape[2]
+        batch = self.index.batch(num_new, first)
         packed = query.squeeze(2) if num_new == 1 else query.transpose(1, 2).flatten(0, 1)
-        out = self._attend(packed, num_new, scores, first)
-        return out.unsqueeze(1) if num_new == 1 else out.view(query.shape[0], num_new, *out.shape[1:])
-
-    def _attend(
-        self,
-        query: Tensor,
-        num_new: int,
-        scores: ops.Scores,
-        first: Tensor | None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of queries ``[B * Q, Hq, Dk]`` over the tokens and their residual window, if any."""
-        batch, exact = self.index.batch(num_new, first), self.exact
-        if mask is not None:
-            scores = replace(scores, mask=_shifted(mask, self.index.origins))
-        if exact is None:
-            transform, is_latent = self.transform, self.is_latent
-            if transform is None:
-                return ops.attend(query, self.view, batch, scores, is_latent=is_latent)
-            rank = self.view.key.head_dim if is_latent else 0
-            query, scores = transform.query(query, scores, self.index.first_position, rank)
-            out = ops.attend(query, self.view, batch, scores, is_latent=is_latent)
-            return transform.output(out, rank) if rank or transform.value else out
-        newest, start, skip_from = exact.tokens, None, None
-        if first is not None or exact.known is not None:
-            before = exact.before(self.index.num_columns)
-            start = None if first is None else first - before
-            if exact.known is not None:
-                start = exact.known if start is None else torch.maximum(start, exact.known)
-                skip_from = exact.known + before
-                skip_from = skip_from if self.index.origins is None else skip_from + self.index.origins
-        of_newest = scores_of_newest(scores, exact.num_newest)
-        if mask is not None:
-            of_newest = replace(of_newest, mask=exact.mask(mask))
-        own, is_latent = newest.index.batch(num_new, start), self.is_latent
-        part = ops.attend_part(query, newest.view, own, of_newest, is_latent=is_latent)
-        codes = self.view, batch, scores, self.transform, self.index.first_position, is_latent
-        return attend_behind(part, query, *codes, skip=exact.num_newest, skip_from=skip_from)
+        if exact is not None:
+            newest, start, skip_from = exact.tokens, None, None
+            if first is not None or exact.known is not None:
+                before = exact.before(self.index.num_columns)
+                start = None if first is None else first - before
+                if exact.known is not None:
+                    start = exact.known if start is None else torch.maximum(start, exact.known)
+                    skip_from = exact.known + before
+                    skip_from = skip_from if self.index.origins is None else skip_from + self.index.origins
+            of_newest = scores_of_newest(scores, exact.num_newest)
+            if block is not None:
+                of_newest = replace(of_newest, mask=exact.mask(block))
+            own = newest.index.batch(num_new, start)
+            part = ops.attend_part(packed, newest.view, own, of_newest, is_latent=is_latent)
+            codes = self.view, batch, scores, self.transform, self.index.first_position, is_latent
+            out = attend_behind(part, packed, *codes, skip=exact.num_newest, skip_from=skip_from)
+        elif self.transform is None:
+            out = ops.attend(packed, self.view, batch, scores, is_latent=is_latent)
+        else:
+            transform, rank = self.transform, self.view.key.head_dim if is_latent else 0
+            packed, scores = transform.query(packed, scores, self.index.first_position, rank)
+            out = ops.attend(packed, self.view, batch, scores, is_latent=is_latent)
+            out = transform.output(out, rank) if rank or transform.value else out
+        return out.unsqueeze(1) if num_new == 1 else out.view(rows, num_new, *out.shape[1:])
 
     def _attend_row(
         self, query: Tensor, scores: ops.Scores, first: Tensor | None, mask: Tensor, b: int
     ) -> Tensor:
-        """Attention of one sequence alone: the mask of ``ops.attend`` has the tokens of all on one axis."""
-        index = self.index.row(b)
-        block = mask[b if mask.shape[0] > 1 else 0]
-        if block.dtype == torch.bool:
-            block = torch.zeros(block.shape, device=block.device).masked_fill(~block, float("-inf"))
-        block = block[0] if block.shape[0] == 1 else block.expand(query.shape[1], -1, -1)
+        """Attention of sequence b alone, ``[1, Q, Hq, Dv]``; the arguments are those of all."""
         exact = None if self.exact is None else self.exact.row(b)
-        row = replace(self, index=index, exact=exact)
-        first = None if first is None else first[b : b + 1]
-        return row._attend(query[0].transpose(0, 1), query.shape[2], scores, first, block)[None]
+        row = replace(self, index=self.index.row(b), exact=exact)
+        own = slice(b, b + 1)
+        first = None if first is None else first[own]
+        return row.attend(query[own], scores, first=first, mask=mask[own] if len(mask) > 1 else mask)
 
 
 def dense(key: Tensor, value: Tensor, index: TokenIndex) -> Tokens:
@@ -257,6 +243,13 @@ def attend_behind(
     own = query, view, batch, scores
     out = ops.attend_part(*own, is_latent=is_latent, skip=skip, skip_from=skip_from, prior=part).out
     return (transform.output(out, rank) if transform is not None and is_changed else out).to(dtype)
+
+
+def _added(mask: Tensor, num_heads: int) -> Tensor:
+    """Convert a mask ``[Hq or 1, Q, N]`` of one sequence to one that is added to scores."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+    return mask[0] if mask.shape[0] == 1 else mask.expand(num_heads, -1, -1)
 
 
 def _shifted(mask: Tensor, origins: Tensor | None) -> Tensor:

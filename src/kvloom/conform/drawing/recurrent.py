@@ -13,12 +13,8 @@ def draw_linear_attention(draw: Draw) -> tuple[str, Call]:
     """``LinearAttention-27``: prompts and single tokens, with or without a past state."""
     rule = draw.one(["linear", "gated", "delta", "gated_delta"])
     dtype = draw.one([torch.float32, *FLOATS])
-    batch, heads, group, count = (
-        draw.integer(1, 2),
-        draw.integer(1, 3),
-        draw.integer(1, 3),
-        draw.integer(1, 7),
-    )
+    batch, heads = draw.integer(1, 2), draw.integer(1, 3)
+    group, count = draw.integer(1, 3), draw.integer(1, 7)
     key_dim, value_dim = draw.one([1, 2, 4, 8]), draw.one([1, 3, 4])
     call: Call = {
         "query": draw.calm([batch, count, heads * group * key_dim], dtype),
@@ -54,12 +50,8 @@ def draw_linear_attention(draw: Draw) -> tuple[str, Call]:
 def draw_causal_conv(draw: Draw) -> tuple[str, Call]:
     """``CausalConvWithState-27``: more and fewer inputs than its kernel has weights."""
     dtype = draw.one([torch.float32, *FLOATS])
-    batch, channels, size, count = (
-        draw.integer(1, 2),
-        draw.integer(1, 4),
-        draw.integer(1, 4),
-        draw.integer(1, 6),
-    )
+    batch, channels = draw.integer(1, 2), draw.integer(1, 4)
+    size, count = draw.integer(1, 4), draw.integer(1, 6)
     call: Call = {
         "input": draw.calm([batch, channels, count], dtype),
         "weight": draw.calm([channels, 1, size], dtype) * 2,

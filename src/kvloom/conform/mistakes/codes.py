@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -150,32 +150,38 @@ def _tiled(operator: Operator, call: Call, results: Results) -> Results | None:
     return results
 
 
+def _in_quantizing(name: str, text: str, **wrong: Any) -> Mistake:
+    """A mistake in one step of the quantizer, with options of ``_quantizer``."""
+    return by_numbers(name, text, pmx, quantize_group=_quantizer(**wrong))
+
+
+def _nibbles(
+    name: str, text: str, pack: Callable[[list[int]], list[int]], unpack: Callable[[list[int]], list[int]]
+) -> tuple[Mistake, Mistake]:
+    """The mistake in what is written alone, and in what is read, too."""
+    return (
+        by_numbers(name, text, pmx, pack_nibbles=pack),
+        by_numbers(name, text, pmx, pack_nibbles=pack, unpack_nibbles=unpack),
+    )
+
+
 MISTAKES: Final = (
-    by_numbers("round half away from zero", "ties are rounded away from zero, they go to the even code", pmx,
-               quantize_group=_quantizer(rounding=half_away)),
-    by_numbers("round half up", "ties are rounded up, they go to the even code", pmx,
-               quantize_group=_quantizer(rounding=_half_to_plus)),
-    by_numbers("truncated codes", "quotients are cut off, they are rounded", pmx,
-               quantize_group=_quantizer(rounding=int)),
-    by_numbers("rounded down", "quotients are rounded down, they go to the nearest", pmx,
-               quantize_group=_quantizer(rounding=math.floor)),
-    by_numbers("rounded up", "quotients are rounded up, they go to the nearest", pmx,
-               quantize_group=_quantizer(rounding=math.ceil)),
-    by_numbers("range of 128", "the scale divides by 128 (8), it is by 127 (7)", pmx,
-               quantize_group=_quantizer(divisor=1)),
-    by_numbers("-128 code", "the scale is max / 128 and the code -128 occurs", pmx,
-               quantize_group=_quantizer(divisor=1, lowest=1)),
-    by_numbers("largest, not largest absolute", "the scale is of max(x), it is of max(abs(x))", pmx,
-               quantize_group=_quantizer(largest="max")),
-    by_numbers("no smallest scale", "the scale of a tiny group is less than 1e-5", pmx,
-               quantize_group=_quantizer(smallest=0.0)),
-    by_numbers("another smallest scale", "the scale of a tiny group is 1e-6, it is 1e-5", pmx,
-               quantize_group=_quantizer(smallest=1e-6)),
-    by_numbers("multiplied by a reciprocal", "codes are x * (1 / scale), they are x / scale", pmx,
-               quantize_group=_quantizer(reciprocal=True)),
-    by_numbers("quotient not rounded", "the quotient is float32, it is rounded to the dtype of the input",
-               pmx,
-               quantize_group=_quantizer(wide=True)),
+    _in_quantizing("round half away from zero", "ties are rounded away from zero, they go to the even code",
+                   rounding=half_away),
+    _in_quantizing("round half up", "ties are rounded up, they go to the even code", rounding=_half_to_plus),
+    _in_quantizing("truncated codes", "quotients are cut off, they are rounded", rounding=int),
+    _in_quantizing("rounded down", "quotients are rounded down, they go to the nearest", rounding=math.floor),
+    _in_quantizing("rounded up", "quotients are rounded up, they go to the nearest", rounding=math.ceil),
+    _in_quantizing("range of 128", "the scale divides by 128 (8), it is by 127 (7)", divisor=1),
+    _in_quantizing("-128 code", "the scale is max / 128 and the code -128 occurs", divisor=1, lowest=1),
+    _in_quantizing("largest, not largest absolute", "the scale is of max(x), it is of max(abs(x))",
+                   largest="max"),
+    _in_quantizing("no smallest scale", "the scale of a tiny group is less than 1e-5", smallest=0.0),
+    _in_quantizing("another smallest scale", "the scale of a tiny group is 1e-6, it is 1e-5", smallest=1e-6),
+    _in_quantizing("multiplied by a reciprocal", "codes are x * (1 / scale), they are x / scale",
+                   reciprocal=True),
+    _in_quantizing("quotient not rounded", "the quotient is float32, it is rounded to the dtype of the input",
+                   wide=True),
     by_numbers("one scale for all groups", "the scale is of the whole head vector, each group has its own",
                pmx,
                store_vector=_one_scale_store),
@@ -183,18 +189,12 @@ MISTAKES: Final = (
                store_vector=_codes_only),
     by_numbers("scale of the neighboring group", "codes are read with the scale of the next group", pmx,
                load_vector=_neighbor_load),
-    by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one", pmx,
-               pack_nibbles=_high_first),
-    by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one", pmx,
-               pack_nibbles=_high_first, unpack_nibbles=_high_first_read),
-    by_numbers("offset binary nibbles", "nibbles are codes + 8, they are in two's complement", pmx,
-               pack_nibbles=_offset_binary),
-    by_numbers("offset binary nibbles", "nibbles are codes + 8, they are in two's complement", pmx,
-               pack_nibbles=_offset_binary, unpack_nibbles=_offset_binary_read),
-    by_numbers("nibbles of two halves", "byte j holds elements j and j + D/2, it holds 2j and 2j + 1", pmx,
-               pack_nibbles=_halves),
-    by_numbers("nibbles of two halves", "byte j holds elements j and j + D/2, it holds 2j and 2j + 1", pmx,
-               pack_nibbles=_halves, unpack_nibbles=_halves_read),
+    *_nibbles("nibbles swapped", "the even element is in the high nibble, it belongs in the low one",
+              _high_first, _high_first_read),
+    *_nibbles("offset binary nibbles", "nibbles are codes + 8, they are in two's complement",
+              _offset_binary, _offset_binary_read),
+    *_nibbles("nibbles of two halves", "byte j holds elements j and j + D/2, it holds 2j and 2j + 1",
+              _halves, _halves_read),
     by_numbers("unsigned nibbles", "nibbles are read as 0 to 15, they are in two's complement", pmx,
                unpack_nibbles=_unsigned),
     by_numbers("dequantized in the dtype of the inputs",

@@ -33,7 +33,7 @@ class Attended(NamedTuple):
     weights: Tensor
 
 
-def attend(
+def attend_in_float64(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sees: Sees, bias: Tensor | None
 ) -> Attended:
     """Attention of ``[B, Hq, S, D]`` over ``[B, H, M, D]`` in float64."""
@@ -107,7 +107,7 @@ def onnx_attention(
     factor = 1.0 / math.sqrt(Q.shape[3]) if scale is None else scale
     shape = (*Q.shape[:3], key.shape[2])
     bias = None if attn_mask is None else added(attn_mask, shape)
-    attended = attend(Q, key, value, factor, softcap, sees, bias)
+    attended = attend_in_float64(Q, key, value, factor, softcap, sees, bias)
     found = {"Y": attended.output}
     if past_key is not None:
         found |= {"present_key": key, "present_value": value}
@@ -185,7 +185,7 @@ def group_query_attention(
         return j < lengths[b] and j <= position and is_near
 
     factor = scale or 1.0 / math.sqrt(dim)
-    output = attend(q, read[0], read[1], factor, softcap, sees, None).output
+    output = attend_in_float64(q, read[0], read[1], factor, softcap, sees, None).output
     return {"output": output.transpose(1, 2).reshape(batch, count, -1), **found}
 
 

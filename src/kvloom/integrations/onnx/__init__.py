@@ -11,8 +11,7 @@ from kvloom.integrations.onnx.nodes import (
     opset_imports,
 )
 from kvloom.integrations.onnx.portable import portable
-from kvloom.integrations.onnx.reference import REFERENCE_OPERATORS
-from kvloom.integrations.onnx.session import Session, run
+from kvloom.integrations.onnx.session import REFERENCE_OPERATORS, Session, run
 
 __all__ = [
     "REFERENCE_OPERATORS",

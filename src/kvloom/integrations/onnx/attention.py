@@ -10,7 +10,7 @@ from kvloom.integrations.onnx.builder import BOOL, FLOAT, Builder
 from kvloom.ops.alibi import alibi_slopes
 
 
-def attend(
+def append_attention(
     b: Builder,
     attributes: dict[str, int],
     tensors: tuple[str, str, str],

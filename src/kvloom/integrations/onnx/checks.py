@@ -6,7 +6,7 @@ import onnx
 from onnx import TensorProto
 
 from kvloom.errors import ModelError
-from kvloom.integrations.onnx.models import Dims, Model, PmxNode, ValueType, calls, infer_types, load
+from kvloom.integrations.onnx.models import Dims, Model, PmxNode, ValueType, calls, infer_types, load_proto
 from kvloom.integrations.onnx.operators import DOMAINS, OPERATORS, STATIC, VERSION
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -38,7 +38,7 @@ def problems(model: Model) -> list[str]:
         ModelError: ``model`` cannot be read at all.
         ArgumentError: there is no such file.
     """
-    proto = load(model)
+    proto = load_proto(model)
     found = list(_of_domains(proto))
     for call in calls(proto.graph.node):
         found += [f"{_name(call.node)}: {problem}" for problem in _of_node(call)]

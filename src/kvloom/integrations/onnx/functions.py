@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from kvloom.core.layouts import CacheLayout
-from kvloom.integrations.onnx.attention import attend
+from kvloom.integrations.onnx.attention import append_attention
 from kvloom.integrations.onnx.builder import FLOAT, INT64, Builder, Operand
 from kvloom.integrations.onnx.operators import ATTENTION, STATIC, OperatorSpec
 from kvloom.integrations.onnx.quantization import dequantize, quantize
@@ -131,8 +131,8 @@ def _ragged(b: Builder, variant: Variant) -> None:
     )
     query_position = b.Add(new_offset, b.Sub(new_kvlen, new_seqlen))
     queries, keys = (new_sequence, query_position), (sequence, position)
-    out = attend(b, a, (b.cast("query", FLOAT), b.cast(key, FLOAT), b.cast(value, FLOAT)), queries, keys,
-                 variant.mask_rank)  # fmt: skip
+    triple = b.cast("query", FLOAT), b.cast(key, FLOAT), b.cast(value, FLOAT)
+    out = append_attention(b, a, triple, queries, keys, variant.mask_rank)
     b.cast(out, variant.dtype, into="attn_output")
 
 

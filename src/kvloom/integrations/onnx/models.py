@@ -15,7 +15,7 @@ Model: TypeAlias = onnx.ModelProto | bytes | str | Path
 Dims: TypeAlias = tuple[int | None, ...]
 
 
-def load(model: Model) -> onnx.ModelProto:
+def load_proto(model: Model) -> onnx.ModelProto:
     """Read a model from a file or from bytes; an ``onnx.ModelProto`` is returned unchanged.
 
     Raises:

@@ -6,7 +6,7 @@ from onnx import helper
 from kvloom.errors import ModelError
 from kvloom.integrations.onnx.checks import check
 from kvloom.integrations.onnx.functions import Variant, make_function
-from kvloom.integrations.onnx.models import Model, PmxNode, ValueType, calls, infer_types, load
+from kvloom.integrations.onnx.models import Model, PmxNode, ValueType, calls, infer_types, load_proto
 from kvloom.integrations.onnx.operators import ATTENTION, STATIC
 
 MIN_OPSET = 18
@@ -31,7 +31,7 @@ def portable(model: Model) -> onnx.ModelProto:
         ModelError: ``check`` does not accept the model, a type is unknown, or its opset is below 18.
         ArgumentError: there is no such file.
     """
-    source = load(model)
+    source = load_proto(model)
     check(source)
     result = onnx.ModelProto()
     result.CopyFrom(source)

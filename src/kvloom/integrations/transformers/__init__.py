@@ -9,6 +9,7 @@ from kvloom.core.spelling import STORAGE
 from kvloom.integrations.transformers import versions  # noqa: F401 (first: refuses what is not supported)
 from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION, attention
 from kvloom.integrations.transformers.attention.masks import attention_mask
+from kvloom.integrations.transformers.cache.encoder_decoder import EncoderDecoderKVCache
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer
 from kvloom.integrations.transformers.enabling import disable, enable
@@ -24,6 +25,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
 
 __all__ = [
     "STORAGE",
+    "EncoderDecoderKVCache",
     "KVCache",
     "KVCacheLayer",
     "KVPool",

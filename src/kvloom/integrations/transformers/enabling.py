@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
@@ -134,10 +134,7 @@ class _Enabled:
 
     def cache(self, model: PreTrainedModel) -> Any:
         """An empty cache for ``model``."""
-        cache = KVCache.for_model(model, **self.options)
-        if not model.config.is_encoder_decoder:
-            return cache
-        return EncoderDecoderCache(cache, DynamicCache())  # windows are of the text that is generated
+        return KVCache.for_model(model, **self.options)
 
 
 class _TheirSessions:
@@ -238,7 +235,7 @@ class _PrepareCache:
     ) -> Any:
         model, given = self._model, given_cache(model_kwargs)
         is_given = given is not None
-        if isinstance(given, KVCache):
+        if isinstance(given, KVCache) and not model.config.is_encoder_decoder:
             _expect_new_tokens(given, generation_config, model_kwargs)
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)

@@ -172,7 +172,7 @@ class KvloomImpl(GuardedImpl):
             positions = step.positions
         full_range = self._quant is not None and self._quant.full_range
         view = self._paged.view(kv_cache)
-        paged.store(key, value, slot_mapping, view, self._transform, positions, full_range)
+        paged.store_in_pages(key, value, slot_mapping, view, self._transform, positions, full_range)
         if self._residual is not None:
             cache = self._layers[self._residual]
             cache.store(key, value, self._residual)
@@ -220,7 +220,7 @@ class KvloomImpl(GuardedImpl):
         if self._residual is not None:
             newest = self._layers[self._residual].newest(self._residual)
         view = self._paged.view(kv_cache)
-        paged.attend(query, view, attn_metadata, self._scores, output, self._transform, newest)
+        paged.attend_to_pages(query, view, attn_metadata, self._scores, output, self._transform, newest)
         return output
 
     def _scores_of_model(self) -> ops.Scores:
@@ -324,6 +324,6 @@ def _refuse_untold(name: str, layer: Any, skipped: list[str]) -> None:
     is_skipped = "sliding_window" in skipped and layer.sliding_window is not None
     if not is_skipped and str(extract_layer_index(name)) not in skipped:
         raise UnsupportedError(
-            f"kv_cache_dtype must be auto for a model whose layers have float pages in any case, "
-            f"as {name} has, got {asked!r}"
+            f"kv_cache_dtype must be auto for a model with layers that always have float pages, such as "
+            f"{name}, got {asked!r}"
         )

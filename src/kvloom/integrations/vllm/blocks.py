@@ -48,7 +48,7 @@ def page_size(groups: Sequence[Group]) -> int:
     return lcm(*(group.block_size for group in groups))
 
 
-def attention(groups: Sequence[Group]) -> str:
+def attention_text(groups: Sequence[Group]) -> str:
     """Text for the fingerprint: ``"full"``, or the window of each layer, 0 for none."""
     windows = {layer: group.window or 0 for group in groups for layer in group.layers}
     if not any(windows.values()):

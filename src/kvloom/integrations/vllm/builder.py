@@ -81,7 +81,7 @@ def step_of(metadata: Any, block_size: int) -> VllmStep:
     """
     m = metadata
     if m.causal is not True:
-        raise UnsupportedError(f"pages of kvloom must be attended to causally, got causal={m.causal}")
+        raise UnsupportedError(f"attention to pages of kvloom must be causal, got causal={m.causal}")
     return VllmStep.of(
         m.query_start_loc[: m.num_reqs + 1],
         m.seq_lens[: m.num_reqs],

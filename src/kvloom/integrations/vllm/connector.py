@@ -108,8 +108,8 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         size = blocks.page_size(self._groups)
         if self._states is not None and size % self._states.block_size:
             raise UnsupportedError(
-                f"blocks of attention must end where those of recurrent layers do for a store, got "
-                f"{size} tokens and {self._states.block_size}"
+                f"blocks of attention must have a multiple of the {self._states.block_size} tokens in blocks "
+                f"of recurrent layers for a store, got {size}"
             )
         self._reported: dict[str, int] = {}
         self._mover: Mover | None = None
@@ -198,7 +198,9 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 continue
             impl = known[name].impl
             if not getattr(impl, "is_kvloom", False):
-                raise UnsupportedError(f"pages must be kvloom's in all layers for a store, {name} has vLLM's")
+                raise UnsupportedError(
+                    f"pages must be kvloom's in all layers for a store, got vLLM's in {name}"
+                )
             _, quant = _kept(config, impl.kv_quant_mode, impl.head_size)
             layers[_number(name)] = PageFormat.heads(impl.head_size, config.model_config.dtype, quant).view(
                 memory
@@ -330,7 +332,7 @@ def _fingerprint(config: Any, own: list[Any], groups: list[Group], states: State
             f"all layers must have keys and values or states for a store, got layers {found}"
         )
     formats = tuple(layers[number] for number in sorted(layers))
-    attention = blocks.attention(groups) + (" beside recurrent layers of vLLM's" if recurrent else "")
+    attention = blocks.attention_text(groups) + (" beside recurrent layers of vLLM's" if recurrent else "")
     return identify(config, attention, formats)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.tensors.tokens import attend_behind, scores_of_newest
 from kvloom.caches.tensors.transform import Transform, stored_by
-from kvloom.caches.tensors.transform import attend as transformed
+from kvloom.caches.tensors.transform import attend as attend_transformed
 from kvloom.core.views import KVView
 from kvloom.integrations.vllm.builder import VllmStep
 from kvloom.integrations.vllm.pages import PageFormat
@@ -49,7 +49,7 @@ class Newest:
     recent: int
 
 
-def store(
+def store_in_pages(
     key: Tensor,
     value: Tensor,
     slots: Tensor,
@@ -89,13 +89,13 @@ def attend_latents(
     Args:
         query: ``[T, Hq, rank + rope]``.
         view: Pages of the layer: latents as keys, rope keys as values.
-        step, scores, transform, newest: As in ``attend``.
+        step, scores, transform, newest: As in ``attend_to_pages``.
 
     Returns:
         ``[T, Hq, rank]``.
     """
     if newest is None:
-        return transformed(query, view, step.batch, scores, transform, is_latent=True)
+        return attend_transformed(query, view, step.batch, scores, transform, is_latent=True)
     pages, where = newest
     part = ops.attend_part(
         query, pages.view, where.batch, scores_of_newest(scores, pages.recent), is_latent=True
@@ -104,7 +104,7 @@ def attend_latents(
     return attend_behind(part, query, *codes, skip=pages.recent, skip_from=None)
 
 
-def attend(
+def attend_to_pages(
     query: Tensor,
     view: KVView,
     step: VllmStep,

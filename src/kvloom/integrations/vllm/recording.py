@@ -67,5 +67,5 @@ class Recording:
         view = PageFormat.heads(key.shape[3], key.dtype, None).view(memory)
         slots = torch.arange(self._rows * self._num_tokens)
         in_rows = [x.transpose(1, 2).flatten(0, 1) for x in (key, value)]
-        layer.store(in_rows[0], in_rows[1], slots, view)
-        layer.attend(query, view, self._step, scores, out)
+        layer.store_in_pages(in_rows[0], in_rows[1], slots, view)
+        layer.attend_to_pages(query, view, self._step, scores, out)

@@ -99,7 +99,9 @@ class ResidualCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
     def store(self, key: Tensor, value: Tensor, name: str) -> None:
         """Store new tokens ``[T, H, D]`` in this step's slots; ``name`` is the name of this layer."""
         if self.kv_cache.numel():
-            layer.store(key, value, get_forward_context().slot_mapping[name], self._paged.view(self.kv_cache))
+            layer.store_in_pages(
+                key, value, get_forward_context().slot_mapping[name], self._paged.view(self.kv_cache)
+            )
 
     def newest(self, name: str) -> tuple[Newest, VllmStep]:
         """The pages, and the step for them; ``name`` is the name of this layer."""

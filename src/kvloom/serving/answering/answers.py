@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
-from kvloom.integrations.transformers.session.held import CHOICE
-from kvloom.integrations.transformers.session.sampling import Choice, LogProb
+from kvloom.integrations.transformers.session.choices.sampling import Choice, LogProb
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE, AgentTurn
 from kvloom.serving import Refused
 from kvloom.serving.protocol.structured import Grammar
 from kvloom.serving.protocol.text import TextStream

@@ -13,7 +13,7 @@ from transformers.generation import StoppingCriteriaList
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
-from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.integrations.transformers.session.choices.sampling import Choice
 from kvloom.integrations.transformers.session.self_check import distance_of
 from kvloom.serving.answering.vision import PicturePrompt
 
@@ -63,7 +63,7 @@ class Job:
     is_cancelled: bool = False
 
 
-def answer(model: Any, pool: KVPool, job: Job, deliver: Callable[[PictureOutput], None]) -> None:
+def answer_by_generate(model: Any, pool: KVPool, job: Job, deliver: Callable[[PictureOutput], None]) -> None:
     """Compute an answer, and let later ones find its pages.
 
     Args:
@@ -175,7 +175,10 @@ def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache
         alone, _ = logits(other, "alone")
         behind, num_text = logits(other, "")
     if not (num_found > one.last and 0 < num_text <= other.first):
-        raise UnsupportedError(f"pages must be found after and before a picture, got {num_found}, {num_text}")
+        raise UnsupportedError(
+            f"the pool must find {one.last + 1} tokens or more of a prompt again, its picture included, and "
+            f"1 to {other.first} of one with another picture, got {num_found} and {num_text}"
+        )
     allowed = torch.finfo(model.dtype).eps ** 0.5
     for name, found, expected in (
         ("with a pool", cold, stock),
@@ -185,8 +188,8 @@ def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache
         measured = distance_of([found[None]], [expected[None]])
         if not measured <= allowed:  # also true if it is NaN
             raise UnsupportedError(
-                f"logits {name} must be those without, got ones that differ by {measured:.1e} of their norm, "
-                f"where {allowed:.1e} is allowed"
+                f"logits {name} must be those computed without it, got a difference of {measured:.1e} of "
+                f"their norm, where {allowed:.1e} is allowed"
             )
 
 

@@ -16,13 +16,13 @@ from transformers import DynamicCache
 from kvloom.integrations.transformers import KVPool, enable, summary_of
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.models.text_config import text_config_of
-from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.integrations.transformers.session.choices.sampling import Choice
 from kvloom.serving.answering.answers import Answers
 from kvloom.serving.answering.picture_answers import (
     PAGE_SIZE,
     Job,
     PictureOutput,
-    answer,
+    answer_by_generate,
     expect_same_logits,
     twin_of,
 )
@@ -123,7 +123,7 @@ class PictureChats:
     def _compute(self, job: Job) -> None:
         try:
             if not job.is_cancelled:
-                answer(self._model, self.pool, job, self._tell)
+                answer_by_generate(self._model, self.pool, job, self._tell)
         except Exception as error:  # fails this chat alone
             _LOG.warning("an answer to a chat with pictures failed: %s", summary_of(error))
             self._tell(PictureOutput(job.request_id, [*job.tokens], summary_of(error), is_last=True))

@@ -12,10 +12,11 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import continuous_batching, summary_of
 from kvloom.integrations.transformers.models.text_config import text_config_of, token_ids_in
-from kvloom.integrations.transformers.session.agent_sessions import AgentSessions, AgentTurn
+from kvloom.integrations.transformers.session.choices.sampling import choose_by_request
 from kvloom.integrations.transformers.session.config import expect_known
 from kvloom.integrations.transformers.session.report import BatchReport
-from kvloom.integrations.transformers.session.sampling import choose_by_request
+from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
 from kvloom.serving import Refused
 from kvloom.serving.answering.answers import Answering, Answers
 from kvloom.serving.answering.picture_chats import PictureChats, picture_chats
@@ -84,7 +85,9 @@ class ServingSession:
         """Queue of chats with pictures; ``None`` if the model answers only text."""
         if processor is not None:
             if pack == "only":
-                raise ArgumentError("pack must be another than 'only' for a model that sees, got 'only'")
+                raise ArgumentError(
+                    "pack must be other than 'only' for a model that takes pictures, got 'only'"
+                )
             how: dict[str, Any] = {"kv": kv, "values": values, "policy": policy}
             args = (model, tokenizer, processor, picture_tokens)
             self.pictures = picture_chats(*args, **how, batch_invariant=batch_invariant)

@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.session.agent_sessions import AgentReport, AgentTurn
+from kvloom.integrations.transformers.session.requests.agent_sessions import AgentReport
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
 from kvloom.serving import Refused
 from kvloom.serving.endpoints.models import Model
 from kvloom.serving.guard import TENANT
@@ -37,7 +38,7 @@ def turn_of(request: Request, num_answers: int) -> AgentTurn | None:
             f"got {', '.join(names)[:200]!r}"
         )
     if num_answers != 1:
-        raise ArgumentError(f"n and prompt must be for one answer with {HEADER}, got {num_answers}")
+        raise ArgumentError(f"n and prompt must ask for one answer with {HEADER}, got {num_answers} answers")
     return AgentTurn(request.scope.get(TENANT, ""), names[0])
 
 

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from kvloom.integrations.transformers.session.agent_sessions import AgentTurn
-from kvloom.integrations.transformers.session.sampling import LogProb
+from kvloom.integrations.transformers.session.choices.sampling import LogProb
+from kvloom.integrations.transformers.session.requests.prompt import AgentTurn
 from kvloom.serving.answering.answers import Answers, Piece
 from kvloom.serving.protocol.readers import Reader, ReasoningText, ToolCall
 from kvloom.serving.protocol.text import Echo, bytes_of, text_of

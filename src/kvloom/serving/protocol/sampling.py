@@ -12,8 +12,8 @@ from transformers import (
 )
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.session.penalties import CountPenalties, TokenBias
-from kvloom.integrations.transformers.session.sampling import Choice
+from kvloom.integrations.transformers.session.choices.penalties import CountPenalties, TokenBias
+from kvloom.integrations.transformers.session.choices.sampling import Choice
 from kvloom.serving.protocol.fields import flag, number, shown, whole
 
 SAMPLING_FIELDS: Final = (

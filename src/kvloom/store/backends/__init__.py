@@ -1,4 +1,4 @@
-"""Backends of stores, by URL. A new kind of store is one file with the eight methods of ``Backend``."""
+"""Backends of stores, by URL. A new kind of store is one file with the seven methods of ``Backend``."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,9 +31,6 @@ class Backend(Protocol):
     Every method raises ``OSError`` for any failure, ``FileNotFoundError`` for a missing object. Methods are
     called from several threads.
     """
-
-    def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
 
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         """Concatenated bytes of all ranges ``[start, end)``; fewer if the object ends before.

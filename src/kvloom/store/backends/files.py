@@ -70,9 +70,6 @@ class Files:
             raise ArgumentError(f"store must be a folder that is there, got {str(path)!r}")
         return cls(path, mode)
 
-    def exists(self, name: str) -> bool:
-        return self._path(name).is_file()
-
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         with _opened(self._path(name), os.O_RDONLY) as file:
             size = os.fstat(file).st_size

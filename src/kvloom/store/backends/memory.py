@@ -21,9 +21,6 @@ class MemoryBackend:
         """Backend with this name; a new one for ``memory://``."""
         return cls() if url == "memory://" else cls._shared.setdefault(url, cls())
 
-    def exists(self, name: str) -> bool:
-        return name in self._objects
-
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         try:
             data, _ = self._objects[name]

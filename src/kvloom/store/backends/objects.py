@@ -32,14 +32,6 @@ class Objects:
                 retry_config={"max_retries": 1, "retry_timeout": seconds},
             )
 
-    def exists(self, name: str) -> bool:
-        try:
-            with _errors():
-                obstore.head(self._store, name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         try:
             return self._read(name, ranges)

@@ -31,10 +31,6 @@ class Redis:
                 url, socket_timeout=timeout, socket_connect_timeout=timeout
             )
 
-    def exists(self, name: str) -> bool:
-        with _errors():
-            return bool(self._client.exists(_PREFIX + name))
-
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         key = _PREFIX + name
         with _errors(), self._client.pipeline(transaction=True) as calls:
@@ -69,9 +65,11 @@ class Redis:
             with _errors():
                 self._client.rename(_PREFIX + name, _PREFIX + to)
         except OSError:
-            if not self.exists(name):
-                raise FileNotFoundError(name) from None
-            raise
+            with _errors():
+                is_there = self._client.exists(_PREFIX + name)
+            if is_there:
+                raise
+            raise FileNotFoundError(name) from None
         with _errors(), self._client.pipeline(transaction=True) as calls:
             calls.zrem(_USED, name)
             calls.zadd(_USED, {to: time.time()})

@@ -20,6 +20,7 @@ from kvloom.caches.tensors.token_index import dense_index
 from kvloom.caches.tensors.tokens import dense
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
+from kvloom.integrations.transformers.attention.crossed import CrossStates, attend_crossed
 from kvloom.integrations.transformers.attention.latents import Absorbed, ExpandedStates
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates, refuse_gradient
 from kvloom.integrations.transformers.attention.lazy_tensor import LazyTensor, as_autocast
@@ -80,6 +81,12 @@ def attention(
         query, key, value = as_autocast(query, key, value)
     if dropout > 0 or not _ASKED.isdisjoint(kwargs):
         _expect_served(dropout, kwargs)
+    if isinstance(key, CrossStates) and isinstance(value, CrossStates) and key.is_pair_of(value):
+        whole = attention_mask.gather() if isinstance(attention_mask, CompactMask) else attention_mask
+        scores = ops.Scores(scaling, is_causal=False, softcap=softcap, sinks=s_aux)
+        return refuse_gradient(
+            attend_crossed(key, query, scores, whole, position_bias), key.untrained, value.untrained
+        ), None
     if indices is not None and indices.shape[2] >= _num_columns(key):
         indices = None
     absorbed: Absorbed | None = None
@@ -94,7 +101,7 @@ def attention(
         are_lazy = key.tokens.exact is not None  # gathered, all queries would read one and the same window
     if expanded is not None:
         tokens, key, value = expanded, key.latents, key.rope
-    elif are_lazy and key.tokens is value.tokens and not key.is_written:
+    elif are_lazy and key.is_pair_of(value):
         tokens = key.tokens if absorbed is None else replace(key.tokens, is_latent=True)
     else:
         key, value = (x.gather() if isinstance(x, LazyTensor) else x for x in (key, value))

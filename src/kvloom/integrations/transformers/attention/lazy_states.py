@@ -59,6 +59,10 @@ class LazyStates(LazyTensor):
             head_dim = 0 if view.value is None else view.value.head_dim
         return torch.Size((len(index.lengths), view.num_heads, index.num_columns, head_dim))
 
+    def is_pair_of(self, values: "LazyStates") -> bool:
+        """Whether these keys and ``values`` are of the same tokens, as they were stored."""
+        return self.tokens is values.tokens and not self.is_written
+
     def gather(self) -> Tensor:
         """Gather the tensor, dequantized; keys and values are gathered together, once."""
         keys = self if self._key_states is None else self._key_states

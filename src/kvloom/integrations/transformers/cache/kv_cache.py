@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, SupportsIndex
+from typing import Any, ClassVar, Final, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from kvloom.caches import FixedLayer, PagedLayer, Sequences
+from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.layer_set import LayerSet
 from kvloom.caches.layers.fixed import too_long_for
 from kvloom.caches.rows.selection import repeated, selected
@@ -32,7 +32,6 @@ from kvloom.integrations.transformers.cache.lengths import (
     expect_one_length,
     lengths_of,
 )
-from kvloom.integrations.transformers.cache.pairs import PairGuard
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.cache.trial import record_past
 from kvloom.integrations.transformers.models.layer_specs import layers_of
@@ -52,6 +51,9 @@ class KVCache(StatefulCache):
     the cache is for inference. Beams, forks and repeated rows share pages; a page is copied when one of its
     holders writes it, so reordering and forking move no keys or values.
     """
+
+    of_encoder_decoder: "ClassVar[Callable[[Any, list[Any], CacheFormat], KVCache]]"
+    """Makes a cache of both halves, of a class that is made of this one."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
@@ -81,7 +83,7 @@ class KVCache(StatefulCache):
             model: A ``PreTrainedModel`` that generates. Keys and values are stored in kvloom pages, those of
                 sliding windows only as long as they are seen; recurrent states stay in transformers' own
                 layers, and so do layers of an unknown kind, which a WARNING names. For an encoder-decoder
-                model it is the cache of the decoder's self-attention, for ``EncoderDecoderCache``.
+                model the result is an ``EncoderDecoderKVCache``, with the encoder's keys and values beside.
             kv: Format of keys and values, one of ``STORAGE``, or the path of a plan. ``"int8:g32"`` has a
                 float16 scale for each 32 elements of a head vector; ``"int8"`` for each gcd(64, head dim).
                 Codes of fewer bits have the same, and rotated keys unless it is ``"int4,rotate=none"``.
@@ -118,8 +120,8 @@ class KVCache(StatefulCache):
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
-        cache = cls(layers)
-        cache.pair_guard = PairGuard(model)
+        has_encoder = model.config.is_encoder_decoder
+        cache = cls.of_encoder_decoder(model, layers, format) if has_encoder else cls(layers)
         cache.remembered.memory = memory_of(model)
         if rollback:
             record_past(model, cache, rollback)
@@ -250,8 +252,8 @@ class KVCache(StatefulCache):
         is_of_all = not self._has_begun(layer_idx)
         if is_of_all:
             self.expect_whole()
-            if self._has_states and not torch.compiler.is_compiling():
-                self._begin_forward(self._longest_own)
+            if self._stateful and not torch.compiler.is_compiling():
+                self._begin_forward()
         length, offset = super().get_mask_sizes(*args, **kwargs)
         if is_of_all and len(self._cache.sequences) > 1:
             expect_maskable(self, length, layer_idx)
@@ -261,7 +263,7 @@ class KVCache(StatefulCache):
         """Note that a forward of a model begins; raises StateError if the last one broke off."""
         if self._begun:
             self.expect_whole()
-        self._begin_forward(self._longest_own)
+        self._begin_forward()
         self._is_watched = True
 
     def expect_whole(self) -> None:
@@ -349,7 +351,7 @@ class KVCache(StatefulCache):
         self._expect_thawed()
         super().reset()
         self.remembered.truncate(0)
-        self._begin_forward(0)
+        self._begin_forward()
         if self._rollback is not None:
             self._rollback.restart(0)
         self._cache.regroup()
@@ -387,4 +389,4 @@ def _is_traceable(layer: Any, key_states: Tensor) -> bool:
     "KVCache of static=True that has seen the prompt"
 )
 def _update_between_graphs(cache: KVCache, *args: Any, **kwargs: Any) -> tuple[States, States]:
-    return KVCache.update(cache, *args, **kwargs)
+    return type(cache).update(cache, *args, **kwargs)

@@ -33,6 +33,10 @@ _Layer = TypeVar("_Layer", bound="KVCacheLayer")
 _Hybrid = TypeVar("_Hybrid", bound="HybridKVCacheLayer")
 
 
+def _refuse(layer: "KVCacheLayer", *args: Any) -> None:
+    raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
+
+
 class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, in pages or in fixed storage.
 
@@ -128,9 +132,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Number of tokens that can be seen at once, or that fit in fixed storage; -1 for no bound."""
         return self.pages.get_max_length()
 
-    def get_max_cache_shape(self) -> int:
-        """``get_max_length`` under the name of transformers 4."""
-        return self.get_max_length()
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int | Tensor]:
         """Length and first position of what ``update`` will return; 4 has positions as the argument."""
@@ -239,9 +241,6 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def _expect_thawed(self) -> None:
         if self.is_frozen:
             raise StateError("this cache is frozen: use a fork of it, cache.fork()")
-
-    def _refuse(self, *args: Any) -> None:
-        raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
     __deepcopy__ = _refuse  # such as of a model that appends copies, which no change of rows would reach

@@ -78,10 +78,10 @@ def expect_maskable(cache: Any, num_columns: int, layer_idx: int) -> None:
     Raises:
         UnsupportedError: the mask is not right for all; nothing was changed.
     """
-    layers = [x for x in cache.layers if isinstance(x, KVCacheLayer) and x.is_used and not x.is_sliding]
     asked = cache.layers[layer_idx]
-    if not any(x is asked for x in layers) or asked.is_in_place:
+    if not isinstance(asked, KVCacheLayer) or asked.is_in_place or asked.is_sliding or not asked.is_used:
         return
+    layers = [x for x in cache.layers if isinstance(x, KVCacheLayer) and x.is_used and not x.is_sliding]
     length = int(asked.get_seq_length())
     lengths = {int(x.get_seq_length()) for x in layers}
     offset = length if _OFFSET_IS_OF_A_LAYER else int(cache.get_seq_length())

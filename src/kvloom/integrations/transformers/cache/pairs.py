@@ -1,15 +1,15 @@
-"""Caches of encoder-decoder models: a ``KVCache`` is one half of a pair, and is refused where it is alone."""
+"""A ``KVCache`` without an encoder's half is refused in the forwards of an encoder-decoder model."""
 
 from typing import Any
 from weakref import finalize
 
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import UnsupportedError
 
 
 class PairGuard:
-    """Refuses a lone half of a pair in the forwards of a model, as long as a cache holds this.
+    """Refuses caches without an encoder's half in the forwards of a model, as long as a cache holds this.
 
     Such models take a lone cache for that of the encoder's keys as well, or put it into a new pair in each
     forward. A saved guard refuses nothing.
@@ -31,12 +31,12 @@ class PairGuard:
 
 
 class _ExpectPair:
-    """Forward pre-hook that refuses a cache with a guard; an object of this library counts as no change."""
+    """Forward pre-hook that refuses such caches; an object of this library counts as no change."""
 
     def __call__(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for x in (*args, *kwargs.values()):
-            if hasattr(x, "pair_guard"):
+            if hasattr(x, "pair_guard") and not isinstance(x, EncoderDecoderCache):
                 raise UnsupportedError(
-                    f"cache must be EncoderDecoderCache(KVCache.for_model(model), DynamicCache()) for "
-                    f"{type(model).__name__}, which has an encoder, got a {type(x).__name__} alone"
+                    f"cache must be KVCache.for_model(model) for {type(model).__name__}, which has an "
+                    f"encoder, got a {type(x).__name__} alone"
                 )

@@ -108,7 +108,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
     @rollback.setter
     def rollback(self, num_tokens: int) -> None:
         expect_range("rollback", num_tokens, 0)
-        if num_tokens == 0 or not self._has_states:
+        if num_tokens == 0 or not self._stateful:
             self._rollback = None
         elif self._rollback is None:
             self._rollback = Rollback(num_tokens, self._longest)
@@ -134,9 +134,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         """Whether ``crop`` can remove the last step."""
         is_recorded = self._rollback is not None and not self._rollback.refusal
         others = (x for i, x in enumerate(self.layers) if i not in self._stateful)
-        return (is_recorded or not self._has_states) and all(
-            getattr(x, "is_croppable", False) for x in others
-        )
+        return (is_recorded or not self._stateful) and all(getattr(x, "is_croppable", False) for x in others)
 
     def activate_past_recording(self) -> None:
         """Begin to keep evicted tokens of windows and states, for assisted decoding to remove drafts."""
@@ -177,10 +175,6 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         return state
 
     @property
-    def _has_states(self) -> bool:
-        return bool(self._stateful)
-
-    @property
     def _longest(self) -> int:
         """Number of tokens that the longest layer has seen, also in a forward that broke off."""
         if self._rollback is None or any(any(x.num_assigned) for x in self._own_layers):
@@ -192,9 +186,9 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         """Number of tokens of the longest layer with keys and values."""
         return max(lengths_of(self._own_layers), default=0)
 
-    def _begin_forward(self, length: int) -> None:
-        """Note that the next forward begins after ``length`` tokens."""
-        self._begun, self._length_before = set(), length
+    def _begin_forward(self) -> None:
+        """Note that a forward begins after the present tokens."""
+        self._begun, self._length_before = set(), self._longest_own
 
     def _has_begun(self, layer_idx: int) -> bool:
         """Whether a layer asks within a forward, after it changed its states and before it stores keys.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import Tensor
 
+from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers
@@ -20,17 +21,11 @@ from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wi
 from kvloom.integrations.transformers.models.content import is_within
 from kvloom.integrations.transformers.models.layer_specs import expect_use, layers_of
 from kvloom.integrations.transformers.models.text_config import only_head_dims, text_config_of
+from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.pool.memory import PoolMemory
 from kvloom.integrations.transformers.pool.model import PoolModel
 from kvloom.integrations.transformers.pool.origin import PoolCache
-from kvloom.integrations.transformers.pool.prefixes import (
-    begin,
-    begin_with_none,
-    commit,
-    prefixes_of,
-    rows_of,
-    with_hidden,
-)
+from kvloom.integrations.transformers.pool.prefixes import PoolPrefixes, rows_of
 from kvloom.integrations.transformers.pool.states import PADDED, PoolStates, states_for
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.paging import Miss
@@ -86,7 +81,7 @@ class KVPool(Recorder):
         self._model: PoolModel | None = PoolModel(model, wish, self._empty.needs_attention(states))
         self._memory = PoolMemory(self._model.memory)
         self._saved_digest = self._stored_state = ""
-        self._prefixes = prefixes_of(self._empty, self._states)
+        self._prefixes = self._empty_prefixes()
         self._head_dims = only_head_dims(text_config_of(model))
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
@@ -117,7 +112,7 @@ class KVPool(Recorder):
         self.__dict__.update(state)
         for sequences in self._empty.sequences:
             sequences.pages.keep()
-        self._prefixes = prefixes_of(self._empty, self._states)
+        self._prefixes = self._empty_prefixes()
         self._prefixes.load(saved)
 
     def bind(self, model: Any) -> "KVPool":
@@ -250,12 +245,17 @@ class KVPool(Recorder):
         if self._states is not None and any(begins):
             origin.refusal = PADDED
         if origin.refusal:
-            begin_with_none(cache, input_ids, rows, begins, origin, prefixes, model.states)
+            end = prefixes.begin_with_none(cache, begins, model.states)
+            origin.fed = FedTokens(input_ids, end)
             return cache
         self._follow_state(origin.state)
         recalled = self._memory.recall(rows, origin, begins)
-        own = cache, input_ids, rows, begins, origin, prefixes, self._states, model.states
-        end = begin(*own, lambda i, n: is_within(model.placeholders, rows[i], n) or recalled[i].hides(n))
+
+        def is_hidden(row: int, end: int) -> bool:
+            return is_within(model.placeholders, rows[row], end) or recalled[row].hides(end)
+
+        end = prefixes.begin_cache(cache, rows, begins, model.states, is_hidden)
+        origin.fed = FedTokens(input_ids, end)
         self._memory.restore(cache.remembered, recalled, [end - x for x in begins])
         found = [max(end - x, 0) for x in begins]
         origin.num_found = end if any(found) else 0
@@ -295,9 +295,9 @@ class KVPool(Recorder):
                 self._logged.add(refusal)
                 _LOG.warning("pages of a cache are not shared: %s", refusal)
             return
-        rows = rows_of(cache, origin, input_ids)
+        rows = rows_of(cache, input_ids)
         self._follow_state(origin.state)
-        commit(cache, rows, origin, self._prefixes, self._states)
+        self._prefixes.commit(cache, rows)
         self._memory.keep(cache.remembered, rows, origin, cache.begins)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -343,7 +343,7 @@ class KVPool(Recorder):
         tokens, [scope] = input_ids[0, :-1].tolist(), origin.scopes()
         [recalled] = self._memory.recall(input_ids.tolist(), origin, [0])
         misses = self._why(tokens, scope)
-        misses = with_hidden(misses, self._prefixes, self._states, tokens, scope, recalled.hides)
+        misses = self._prefixes.with_hidden(misses, tokens, scope, recalled.hides)
         below: Any = self._prefixes.main.below
         if below is None or not misses:
             return misses
@@ -376,6 +376,9 @@ class KVPool(Recorder):
             "smoothing": self._smoothing,
             "layers": None if self._model is None else self._model.layers(),
         } | ({} if store is None else {"store": store.report()})
+
+    def _empty_prefixes(self) -> PoolPrefixes:
+        return PoolPrefixes([PrefixGroup(x.pages, x.reach) for x in self._empty.sequences], self._states)
 
     def _recorded(self) -> Recorded:
         pages, tree = self._prefixes.main.pages, self._prefixes.main.tree

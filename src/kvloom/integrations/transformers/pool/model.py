@@ -102,14 +102,11 @@ class PoolModel:
             expect_use(self.watch.model, "pool")
             self._expected = state
         contents = expect_content(self.placeholders, rows, content)
-        has_pictures = bool(self.placeholders)
-        origin = Origin(self.watch, self._rope, has_pictures, salt, contents, state, self.counted)
-        origin.gives_positions = self._gives_positions
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
-        if self._rope is not None and frequencies is None:
-            origin.refusal = self._rope.why_alone
-        origin.frequencies = frequencies or ""
-        return origin
+        refusal = self._rope.why_alone if self._rope is not None and frequencies is None else ""
+        of_model = self.watch, self._rope, bool(self.placeholders), self.counted
+        own = *of_model, salt, list(contents), state, self._gives_positions, frequencies or "", refusal
+        return Origin(*own)
 
     def identity(self, format: CacheFormat, states: "PoolStates | None" = None) -> "Identity":
         """Identity of the present state, computed once for each state.

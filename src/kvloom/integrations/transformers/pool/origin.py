@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -32,53 +33,49 @@ _CHOSEN: Final = "rows were chosen among others, and it is not known which token
 ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
 
 
+@dataclass(eq=False)
 class Origin:
     """Everything beside tokens that decides the keys and values of one cache.
 
+    Args:
+        _watch: Watch of the model.
+        _rope: Dynamic RoPE of the model, if it has one.
+        _has_placeholders: Whether the model reads pictures, audio and the like.
+        _counted: Placeholders of pictures on which positions of later tokens depend.
+
     Attributes:
         salt: Salt with which the cache began.
-        fed: Tokens that were found and computed.
         contents: Digest of the content of placeholder tokens in each row; empty for tokens alone.
         state: State of the model when the tokens were found or computed.
-        frequencies: Name of the RoPE frequencies of all its tokens.
         gives_positions: Whether forwards must be given positions, as by ``generate``, since the model counts
             otherwise where none are given; false if they must be given none, ``None`` if either is the same.
+        frequencies: Name of the RoPE frequencies of all its tokens.
+        refusal: Why nobody may find its pages; empty if they may be found.
         num_found: Columns of the found tokens, padding in front of them included.
         num_seen: Columns that were found, or computed by the model in forwards that were seen.
+        depth: Number of nested forwards that run.
         num_shared: Number of pages of each row that are shared with a known text.
-        refusal: Why nobody may find its pages; empty if they may be found.
-
-    Args:
-        watch: Watch of the model.
-        rope: Dynamic RoPE of the model, if it has one.
-        has_placeholders: Whether the model reads pictures, audio and the like.
-        salt: As above.
-        contents: As above.
-        state: As above.
-        counted: Placeholders of pictures on which positions of later tokens depend.
+        fed: Tokens that were found and computed.
     """
 
-    def __init__(
-        self,
-        watch: ModelWatch,
-        rope: DynamicRope | None,
-        has_placeholders: bool,
-        salt: str,
-        contents: Sequence[str],
-        state: str,
-        counted: frozenset[int] = frozenset(),
-    ) -> None:
-        self._counted = counted
-        self.fed = FedTokens(torch.empty(len(contents), 0), 0)
-        self._watch, self._rope, self._has_placeholders = watch, rope, has_placeholders
-        self.salt, self.contents = salt, list(contents)
-        self.state, self.frequencies = state, ""
-        self.num_found = self.num_seen = 0
-        self.num_shared = [0] * len(contents)
-        self.gives_positions: bool | None = None
-        self.refusal = ""
-        self.depth = 0  # number of nested forwards that run
-        self._is_wrapped = False  # whether the outermost one may change the model, as of a PeftModel does
+    _watch: ModelWatch
+    _rope: DynamicRope | None
+    _has_placeholders: bool
+    _counted: frozenset[int]
+    salt: str
+    contents: list[str]
+    state: str
+    gives_positions: bool | None
+    frequencies: str
+    refusal: str
+    num_found: int = 0
+    num_seen: int = 0
+    depth: int = 0
+    _is_wrapped: bool = False  # whether the outermost forward may change the model, as of a PeftModel does
+
+    def __post_init__(self) -> None:
+        self.num_shared = [0] * len(self.contents)
+        self.fed = FedTokens(torch.empty(len(self.contents), 0), 0)
 
     def scopes(self) -> list[str]:
         """Scope of each row's pages in a pool."""
@@ -219,6 +216,13 @@ class PoolCache(KVCache):
 
     origin: Origin | None = None
     grid: Grid | None = None  # set for models with recurrent states
+
+    @property
+    def began(self) -> Origin:
+        """Its origin; raises ``StateError`` if no pool began it."""
+        if self.origin is None:
+            raise StateError("this cache was reset or loaded, and belongs to no pool")
+        return self.origin
 
     def is_of(self, pages: Sequence[Pages]) -> bool:
         """Whether the pool with these pages began the cache; also true if layers were assigned since."""

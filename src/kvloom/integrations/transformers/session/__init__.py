@@ -17,8 +17,8 @@ from kvloom.integrations.transformers.cache.trial import why_wrong_in_pieces
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.text_config import has_latents, names_rank, text_config_of
-from kvloom.integrations.transformers.session.groups import stateful_layers_of
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap, RequestPages
+from kvloom.integrations.transformers.session.requests.groups import stateful_layers_of
 from kvloom.integrations.transformers.versions import IS_4, OLDEST
 from kvloom.paging import expect_policy
 

@@ -21,7 +21,7 @@ from kvloom.integrations.transformers.attention.latents import (
     why_not_absorbed,
 )
 from kvloom.integrations.transformers.session.cache import BatchCache
-from kvloom.integrations.transformers.session.step import SharedKeys
+from kvloom.integrations.transformers.session.steps.step import SharedKeys
 
 IMPLEMENTATION: Final = SESSION_ATTENTION
 

@@ -29,21 +29,21 @@ from kvloom.integrations.transformers.invariance import (
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import has_latents, only_head_dims, text_config_of
 from kvloom.integrations.transformers.pool.states import PoolStates, expect_interval, least_bytes
-from kvloom.integrations.transformers.session.agent_sessions import TURN, AgentSessions, AgentTurn
 from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
+from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
-from kvloom.integrations.transformers.session.groups import (
+from kvloom.integrations.transformers.session.report import BatchReport, PageMap
+from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
+from kvloom.integrations.transformers.session.requests.groups import (
     STATES_SHARE,
+    Limits,
     page_bytes,
-    plan_pages,
     stateful_layers_of,
     token_layers_of,
 )
-from kvloom.integrations.transformers.session.held import SALT
-from kvloom.integrations.transformers.session.penalties import text_apart
-from kvloom.integrations.transformers.session.recurrent import nbytes_of
-from kvloom.integrations.transformers.session.report import BatchReport, PageMap
+from kvloom.integrations.transformers.session.requests.prompt import SALT, TURN, AgentTurn
+from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
 from kvloom.integrations.transformers.session.stand_ins import Attending
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
@@ -176,12 +176,12 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def _put_below(self, cache: BatchCache | None) -> None:
         """Put the store below the pages of a cache."""
         if cache is not None and self._store is not None and self._identity is not None:
-            from kvloom.integrations.transformers.session.store_reads import StoreReads
+            from kvloom.integrations.transformers.session.requests.store_reads import StoreReads
 
             state, identity = self._identity
-            own = self._store, cache.groups, identity, state, self._wake_up_loop.set
-            with cache.lock:
-                cache.prefixes.reads = StoreReads(*own)
+            own = self._store, cache.requests.groups, identity, state, self._wake_up_loop.set
+            with cache.requests.lock:
+                cache.requests.prefixes.reads = StoreReads(*own)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stop as transformers does, and restore the layers of the model."""
@@ -247,10 +247,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         of_layers["smoothing"] = self._smoothing
         if cache is None:
             return BatchReport(self._kv, self._format.page_size, **of_layers)
-        scheduler = None if processor is None else processor.scheduler
-        with cache.lock:
-            states = cache.page_map().states
-            pool = cache.pages.pool
+        scheduler, requests = None if processor is None else processor.scheduler, cache.requests
+        prefixes, pool = requests.prefixes, requests.pages.pool
+        with requests.lock:
+            states = requests.page_map().states
             return BatchReport(
                 kv=self._kv,
                 page_size=cache.tokens_per_page,
@@ -259,22 +259,22 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 num_pages=pool.num_pages,
                 free=pool.num_free,
                 active=pool.num_active,
+                evictable=pool.num_evictable,
                 shared=states.count("shared"),
                 kept=states.count("kept"),
-                evictable=pool.num_evictable,
                 waiting=0 if scheduler is None else len(scheduler.waiting_requests),
                 running=0 if scheduler is None else len(scheduler.active_requests),
-                finished=cache.num_finished,
-                preemptions=cache.num_preempted,
-                tokens_asked=cache.num_asked,
-                tokens_found=cache.num_found,
+                finished=requests.num_finished,
+                preemptions=requests.num_preempted,
+                tokens_asked=requests.num_asked,
+                tokens_found=requests.num_found,
                 steps=cache.steps.num_steps,
                 tokens_computed=cache.steps.num_tokens,
                 window_bytes=sum(group.pages.nbytes for group in cache.codes[1:]),
                 recent_bytes=sum(group.pages.nbytes for group in cache.residuals),
-                state_bytes=nbytes_of(cache.held()),
-                found_state_bytes=0 if cache.prefixes.states is None else cache.prefixes.states.nbytes,
-                store={} if cache.prefixes.reads is None else cache.prefixes.reads.report(),
+                state_bytes=nbytes_of(requests.states),
+                found_state_bytes=0 if prefixes.states is None else prefixes.states.nbytes,
+                store={} if prefixes.reads is None else prefixes.reads.report(),
                 **of_layers,
             )
 
@@ -286,11 +286,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def tokens_found(self, request_id: str) -> int:
         """Number of tokens of a running request's prompt whose pages were found; 0 if it holds no pages."""
-        return 0 if self._cache is None else self._cache.tokens_found(request_id)
+        return 0 if self._cache is None else self._cache.requests.tokens_found(request_id)
 
     def page_map(self) -> PageMap:
         """Map of the pages and their holders; empty before the session begins."""
-        return PageMap((), ()) if self._cache is None else self._cache.page_map()
+        return PageMap((), ()) if self._cache is None else self._cache.requests.page_map()
 
     def why(self, input_ids: Sequence[int], salt: str = "") -> list[Miss]:
         """Reasons why a request would not find full pages of a text now; empty if it would find all.
@@ -306,16 +306,16 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             StateError: events are not recorded.
         """
         expect_salt(salt)
-        prefixes = self._cache_to_record().prefixes
+        prefixes = self._cache_to_record().requests.prefixes
         misses = self._why(input_ids[:-1], prefixes.scope(salt))
         below: Any = prefixes.main.below
         return list(below.misses(misses, input_ids[:-1], scope_of(salt))) if misses and below else misses
 
     def _recorded(self) -> Recorded:
         cache = self._cache_to_record()
-        pages, states = cache.pages.pool, cache.prefixes.states
-        record = None if states is None else states.record
-        return Recorded(pages, cache.tree, cache.tables, cache.bytes_per_sector, cache.lock, record)
+        requests, main, states = cache.requests, cache.requests.groups[0], cache.requests.prefixes.states
+        own = main.pages.pool, main.tree, requests.tables, cache.bytes_per_sector, requests.lock
+        return Recorded(*own, None if states is None else states.record)
 
     def _cache_to_record(self) -> BatchCache:
         """The cache of the session, made now if there is none."""
@@ -369,28 +369,25 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self.agents.lose_all("the session of the server began again")
         config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
         max_pages, max_batch_tokens = config.num_blocks, config.max_batch_tokens or MAX_BATCH_TOKENS
+        count = min(config.max_requests_per_batch, max_batch_tokens)
+        limits = Limits(self._layers, self._format, count, max_batch_tokens)
         if max_pages is None:
             free = free_bytes(model.device)
             # If free memory is unknown, pages for 64 requests of the model's longest text.
             longest = getattr(text, "max_position_embeddings", None) or 4096
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
-                count = min(config.max_requests_per_batch, max_batch_tokens)
                 specs = [x for own in self._specs.values() for x in own]
-                room = int(free * config.max_memory_percent)
-                plan = plan_pages(self._layers, self._format, room, count, max_batch_tokens, specs)
-                max_pages, config.max_requests_per_batch = plan
+                limits, max_pages = limits.fitted(int(free * config.max_memory_percent), specs)
+                config.max_requests_per_batch = limits.num_requests
         cache = BatchCache(
             text,
-            self._layers,
-            self._format,
+            limits,
             model.device,
             max_pages=max_pages,
-            max_batch_tokens=max_batch_tokens,
             share=self._share,
             policy=self._policy,
             watch=self._watch,
-            num_requests=min(config.max_requests_per_batch, max_batch_tokens),
             stateful=self._stateful,
             states=self._make_states(max_pages) if self._share and self._stateful is not None else None,
             agents=self.agents,

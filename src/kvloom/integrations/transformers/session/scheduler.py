@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from kvloom.errors import ArgumentError, OutOfPages
 from kvloom.integrations.transformers.session.cache import BatchCache
-from kvloom.integrations.transformers.session.held import most_findable, salt_of
+from kvloom.integrations.transformers.session.requests.prompt import Prompt
 
 _MOST_PASSED: Final = 64
 """Maximum number of requests that wait for a page or a store, and are passed over in a step."""
@@ -54,9 +54,10 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Schedule a step without a limit of tokens that are read, since attention gathers none."""
-        with self.cache.lock:
-            self.cache.prefixes.refresh()
-            self.cache.prefixes.agents.expire()
+        requests = self.cache.requests
+        with requests.lock:
+            requests.prefixes.refresh()
+            requests.prefixes.agents.expire()
         if not self.active_requests:  # transformers would wait for a cancelled request
             self.block_new_requests = False
         asked_for = None
@@ -65,11 +66,11 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             if made[0] is not None or len(self.active_requests) > 1:
                 return made
             alone = [*self.active_requests.values(), *self._may_begin()][0]
-            if alone is not asked_for and self.cache.pages.ask_again():
+            if alone is not asked_for and requests.pages.ask_again():
                 asked_for = alone  # a request does not fail because memory was refused to another
                 continue
-            with self.cache.lock:
-                if self.cache.prefixes.agents.give_way():
+            with requests.lock:
+                if requests.prefixes.agents.give_way():
                     continue
             self.fail(OutOfPages(f"no memory for more tokens of request {alone.request_id}"), alone)
             self.finish_request(alone.request_id)
@@ -82,7 +83,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         """Finish a request, and let its agent's session, if any, hold the pages."""
         state = self.active_requests.get(request_id)
         if state is not None and state.error is None:
-            self.cache.keep_turn(state)
+            self._keep_turn(state)
         super().finish_request(request_id)
 
     def clear_cancelled_requests(self) -> list[Any]:
@@ -92,7 +93,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
                 self.active_requests[x] for x in self._requests_to_cancel if x in self.active_requests
             ]
         for state in cancelled:
-            self.cache.keep_turn(state)
+            self._keep_turn(state)
         # transformers would search the waiting requests for each cancelled one.
         order, self.waiting_requests_order = self.waiting_requests_order, deque()
         try:
@@ -102,6 +103,11 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             still = deque(x for x in order if x in self.waiting_requests) if is_shorter else order
             self.waiting_requests_order = still
         return states
+
+    def _keep_turn(self, state: Any) -> None:
+        if state.generated_tokens:  # all but the last one, which was not computed
+            tokens = (state.initial_tokens + state.generated_tokens)[: state.current_len()]
+            self.cache.requests.keep_turn(state.request_id, tokens)
 
     def _cleanup_waiting_queue(self, request_ids_to_remove_from_waiting: set[str]) -> None:
         """Remove requests from the waiting ones, of which most are at the front."""
@@ -114,7 +120,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
     def _may_begin(self) -> Iterator[Any]:
         """Requests that wait for pages, and not for a store."""
-        reads = self.cache.prefixes.reads
+        reads = self.cache.requests.prefixes.reads
         return (x for x in self.waiting_requests.values() if reads is None or reads.is_done(x.request_id))
 
     def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
@@ -128,36 +134,32 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
         No more than 64 of those that wait are passed over, so that a step takes as long beside any number.
         """
-        cache = self.cache
-        if cache.prefixes.reads is not None:
-            cache.prefixes.reads.keep_only(self.waiting_requests)
-        busy = _Busy(cache.prefixes.interval)
+        requests, is_sharing = self.cache.requests, self.cache.use_prefix_sharing
+        if requests.prefixes.reads is not None:
+            requests.prefixes.reads.keep_only(self.waiting_requests)
+        busy = _Busy(requests.prefixes.interval)
         for state in self.active_requests.values():
             if state.status == RequestStatus.PREFILLING:
-                busy.add(state, state.current_len())
+                busy.add(Prompt.by(state), state.current_len())
         chosen: list[Any] = []
-        budget, num_passed = cache.max_batch_tokens, 0
+        budget, num_passed = self.cache.max_batch_tokens, 0
         for name in self.waiting_requests_order:
             if budget <= 0 or len(chosen) >= self.max_requests_per_batch or num_passed > _MOST_PASSED:
                 break
-            state = self.waiting_requests[name]
-            tokens = state.initial_tokens
-            if not cache.use_prefix_sharing:
-                chosen.append(state)
-                budget -= len(tokens)
-                continue
-            findable = most_findable(state, tokens)
-            known = cache.num_known(tokens, salt_of(state), findable)
-            if findable and busy.has(state, known):
-                num_passed += 1
-                continue
-            if not cache.is_read(state):
-                num_passed += 1
-                busy.add(state, known)
-                continue
+            state, known = self.waiting_requests[name], 0
+            if is_sharing:
+                prompt = Prompt.by(state)
+                known = requests.num_known(prompt)
+                if prompt.most and busy.has(prompt, known):
+                    num_passed += 1
+                    continue
+                is_read = requests.is_read(prompt)
+                busy.add(prompt, known)
+                if not is_read:
+                    num_passed += 1
+                    continue
             chosen.append(state)
-            busy.add(state, known)
-            budget -= len(tokens) - known
+            budget -= len(state.initial_tokens) - known
         return chosen
 
 
@@ -168,22 +170,18 @@ class _Busy:
         self._size = page_size
         self._prefixes: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
 
-    def add(self, state: Any, num_stored: int) -> None:
+    def add(self, prompt: Prompt, num_stored: int) -> None:
         """Add the next piece of a request with ``num_stored`` stored tokens, if its prompt fills it."""
         end = (num_stored // self._size + 1) * self._size
-        if end <= len(state.initial_tokens):
-            self._prefixes.setdefault(end, set()).add(_key(state, end))
+        if end <= len(prompt.text):
+            self._prefixes.setdefault(end, set()).add((prompt.salt, tuple(prompt.text[:end])))
 
-    def has(self, state: Any, num_known: int) -> bool:
+    def has(self, prompt: Prompt, num_known: int) -> bool:
         """Whether a request needs one of the pieces after its ``num_known`` known tokens."""
         return any(
-            num_known < end < len(state.initial_tokens) and _key(state, end) in prefixes
+            num_known < end < len(prompt.text) and (prompt.salt, tuple(prompt.text[:end])) in prefixes
             for end, prefixes in self._prefixes.items()
         )
-
-
-def _key(state: Any, end: int) -> tuple[str, tuple[int, ...]]:
-    return salt_of(state), tuple(state.initial_tokens[:end])
 
 
 def scheduler_class(name: str) -> Any:

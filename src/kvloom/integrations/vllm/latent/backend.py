@@ -127,7 +127,7 @@ class LatentImpl:
             return
         self._view = self._paged.view(kv_cache)
         latents, slots = kv_c_normed.unsqueeze(1), slot_mapping.flatten()
-        paged.store(latents, k_pe, slots, self._view, self._transform, full_range=self._full_range)
+        paged.store_in_pages(latents, k_pe, slots, self._view, self._transform, full_range=self._full_range)
         if self._residual is not None:
             self._layers[self._residual].store(latents, k_pe, self._residual)
 

@@ -47,7 +47,7 @@ def folder_digest(kind: Any, config: PretrainedConfig, dtype: torch.dtype, files
             opened = stack.enter_context(safe_open(file, framework="pt"))
             if twice := saved.keys() & set(opened.keys()):
                 raise UnsupportedError(
-                    f"weights must be in one file each for a store, got two of {min(twice)}"
+                    f"each weight must be in one file for a store, got {min(twice)} in two files"
                 )
             saved |= {name: opened.get_slice(name) for name in opened.keys()}
         loaded = _load(kind, config, dtype, saved)

@@ -136,12 +136,12 @@ def state_groups(config: Any, groups: Sequence[Any]) -> StateGroups | None:
     if not config.cache_config.enable_prefix_caching:
         raise UnsupportedError(
             "enable_prefix_caching must be True for a store of recurrent states, got False: without it vLLM "
-            "keeps none after blocks"
+            "keeps no states at the ends of blocks"
         )
     if any(spec.num_prefill_checkpoint_blocks for spec in flat) and step > size:
         raise UnsupportedError(
-            f"max_num_batched_tokens must be at most {size}, a block, for a store of states of Mamba2, got "
-            f"{step}: vLLM's kernels for a CPU have none within a step"
+            f"max_num_batched_tokens must be at most the {size} tokens of a block for a store of states of "
+            f"Mamba2, got {step}: vLLM's kernels for a CPU keep no states in the middle of a step"
         )
     for name, value, wanted in (
         ("tensor_parallel_size", config.parallel_config.tensor_parallel_size, 1),

@@ -100,7 +100,7 @@ def model_of(layer: nn.Module) -> nn.Module:
     while id(model) in owners:
         model = owners[id(model)]
     if model is layer:
-        raise UnsupportedError("layers must be parts of a model for a store, got one of none")
+        raise UnsupportedError("layers must be modules of a model for a store, got one that is in no model")
     return model
 
 

@@ -1,0 +1,223 @@
+"""Cross-attention: a decoder's queries over the keys of an encoder, stored once and read in place.
+
+Rows of a batch with the same keys share one stored row, as beams do. Their queries become queries of that
+row, so its tokens are read once for all of them.
+
+Shapes: B rows, R stored rows, Q queries of each row, N tokens of the encoder, Hq query heads, Dk and Dv head
+dims.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches import TokenIndex, Tokens
+from kvloom.integrations.transformers.attention.lazy_states import LazyStates
+
+
+class Sources:
+    """The stored row of each row of a batch.
+
+    Attributes:
+        rows: Number of the stored row, for each of the B rows.
+        repeats: Number of rows of each stored row, if each has as many and they follow one another; else
+            ``None``.
+    """
+
+    def __init__(self, rows: Sequence[int] = ()) -> None:
+        self.rows = [*rows]
+        num_stored = max(self.rows, default=-1) + 1
+        repeats = len(self.rows) // max(num_stored, 1)
+        is_even = self.rows == [r for r in range(num_stored) for _ in range(repeats)]
+        self.repeats = repeats if is_even else None
+        self._seen: tuple[Tensor, Tensor | None] | None = None  # the last mask, and its lengths
+        self._nothing: tuple[Tensor, bool] | None = None  # the last bias, and whether it is 0
+        self._index: tuple[TokenIndex, tuple[int, ...], TokenIndex] | None = None
+
+    def __reduce__(self) -> tuple[type["Sources"], tuple[list[int]]]:
+        return Sources, (self.rows,)
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> "Sources":
+        """Sources of keys and values ``[B, H, N, D]``: equal rows that follow one another share one."""
+        rows = list[int]()
+        for b in range(key.shape[0]):
+            is_new = b == 0 or not _are_equal(key, value, b - 1, b)
+            rows.append(rows[-1] + is_new if rows else 0)
+        return cls(rows)
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first row of each stored row."""
+        return [self.rows.index(r) for r in range(max(self.rows, default=-1) + 1)]
+
+    def fit(self, key: Tensor, value: Tensor) -> bool:
+        """Whether the rows of each stored row are equal in these keys and values, too."""
+        firsts = self.firsts
+        pairs = ((firsts[r], b) for b, r in enumerate(self.rows))
+        return all(a == b or _are_equal(key, value, a, b) for a, b in pairs)
+
+    def taken(self, x: Tensor) -> Tensor:
+        """``[R, ...]``, the first row of each stored row of ``[B, ...]``."""
+        return x if len(self.rows) == max(self.rows, default=-1) + 1 else x[self.firsts]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """``[B, ...]`` of ``[R, ...]``."""
+        if self.repeats == 1:
+            return x
+        if len(x) == 1:
+            return x.expand(len(self.rows), *x.shape[1:])
+        return x[self.rows]
+
+    def lengths_of(self, mask: Tensor) -> Tensor | None:
+        """``[B or 1]`` int64, the number of tokens that a mask shows, if these are the first ones.
+
+        ``None`` for another mask. Layers have the same one, so only the first layer looks at it.
+        """
+        if torch.compiler.is_compiling() or mask.shape[1] != 1:
+            return None
+        if self._seen is None or self._seen[0] is not mask:
+            self._seen = mask, _lengths_of(mask)
+        return self._seen[1]
+
+    def are_even(self, lengths: Tensor) -> bool:
+        """Whether rows of the same stored row see the same tokens, given ``lengths_of`` a mask."""
+        repeats = self.repeats
+        if repeats is None or repeats == 1 or len(lengths) == 1:
+            return repeats is not None
+        return bool((lengths.view(-1, repeats) == lengths[::repeats, None]).all())
+
+    def adds_nothing(self, bias: Tensor) -> bool:
+        """Whether a bias of scores is 0, as T5's is in cross-attention; only the first layer looks at it."""
+        if torch.compiler.is_compiling():
+            return False
+        if self._nothing is None or self._nothing[0] is not bias:
+            self._nothing = bias, not bool(bias.any())
+        return self._nothing[1]
+
+    def index(self, index: TokenIndex, rows: tuple[int, ...], lengths: Tensor | None) -> TokenIndex:
+        """Index of some stored rows, of which the first ``lengths`` tokens are visible; all if ``None``."""
+        if lengths is None and rows == tuple(range(len(index.lengths))):
+            return index
+        if lengths is None and self._index is not None and self._index[0] is index and self._index[1] == rows:
+            return self._index[2]
+        table = index.index.table[list(rows)]
+        own = index.lengths[list(rows)] if lengths is None else lengths.expand(len(rows))
+        found = TokenIndex(replace(index.index, table=table), own, index.num_columns)
+        if lengths is None:
+            self._index = index, rows, found
+        return found
+
+
+class CrossStates(LazyStates):
+    """Keys or values ``[B, H, N, D]`` of an encoder, of which R rows are stored.
+
+    Attributes:
+        sources: The stored row of each row.
+    """
+
+    sources: Sources
+
+    @classmethod
+    def of(cls, tokens: Tokens, dtype: torch.dtype, sources: Sources) -> tuple["CrossStates", "CrossStates"]:
+        """Keys and values of R stored rows, for attention that computes in ``dtype``."""
+        keys, values = cls(), cls()
+        keys.tokens = values.tokens = tokens
+        keys.dtype = values.dtype = dtype
+        keys.untrained = values.untrained = None
+        keys.sources = values.sources = sources
+        values._key_states = keys
+        return keys, values
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[B, H, N, D]``."""
+        return torch.Size((len(self.sources.rows), *super().shape[1:]))
+
+    def gather(self) -> Tensor:
+        """Gather the tensor, dequantized, for each row."""
+        return self.sources.spread(super().gather())
+
+
+def attend_crossed(
+    states: CrossStates, query: Tensor, scores: ops.Scores, mask: Any, bias: Tensor | None
+) -> Tensor:
+    """Attention of queries over all tokens of an encoder.
+
+    Args:
+        states: Keys of B rows.
+        query: ``[B, Hq, Q, Dk]``.
+        scores: Not causal.
+        mask: ``[B or 1, Hq or 1, Q or 1, N]``, bool or added to the scores; ``None`` for none.
+        bias: ``[B or 1, Hq, Q, N]``, added to the scores.
+
+    Returns:
+        ``[B, Q, Hq, Dv]``.
+    """
+    sources, tokens = states.sources, states.tokens
+    num_rows, _, num_new, _ = query.shape
+    if bias is not None and sources.adds_nothing(bias):
+        bias = None
+    lengths = None
+    if mask is not None:
+        lengths = sources.lengths_of(mask) if bias is None else None
+        mask = mask[..., : tokens.index.num_columns]
+    if lengths is not None:
+        mask = None
+    elif bias is not None:
+        mask = bias if mask is None else bias + _added(mask, bias.dtype)
+    repeats = sources.repeats if lengths is None or sources.are_even(lengths) else None
+    if repeats is None:
+        repeats, stored = 1, tuple(sources.rows)
+    else:
+        stored = tuple(range(num_rows // repeats))
+        lengths = lengths if lengths is None or len(lengths) == 1 else lengths[::repeats]
+    tokens = replace(tokens, rows=None, index=sources.index(tokens.index, stored, lengths))
+    if mask is not None:
+        mask = mask.expand(num_rows if len(mask) > 1 else 1, -1, num_new, -1)
+    if repeats > 1:
+        query, mask = _merged(query, repeats), None if mask is None else _merged(mask, repeats)
+    out = tokens.attend(query, scores, mask=mask)
+    return out.reshape(num_rows, num_new, *out.shape[2:])
+
+
+def _merged(x: Tensor, repeats: int) -> Tensor:
+    """``[R, H, repeats * Q, D]`` of ``[B or 1, H, Q, D]``: queries of rows that follow one another."""
+    if len(x) == 1:
+        return x.repeat(1, 1, repeats, 1)
+    rows, heads, num_new, size = x.shape
+    parted = x.reshape(rows // repeats, repeats, heads, num_new, size)
+    return parted.transpose(1, 2).reshape(rows // repeats, heads, repeats * num_new, size)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+
+
+def _lengths_of(mask: Tensor) -> Tensor | None:
+    """``Sources.lengths_of`` a mask ``[B or 1, 1, Q or 1, N]``."""
+    if mask.dtype == torch.bool:
+        seen = mask
+    else:
+        seen = mask == 0
+        if not bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()):
+            return None
+    seen = seen[:, 0]
+    lengths = seen.sum(-1)
+    column = torch.arange(seen.shape[-1], device=seen.device)
+    fits = (
+        (seen == (column < lengths.unsqueeze(-1))).all() & (lengths == lengths[:, :1]).all() & lengths.all()
+    )
+    return lengths[:, 0] if bool(fits) else None
+
+
+def _are_equal(key: Tensor, value: Tensor, a: int, b: int) -> bool:
+    """Whether rows a and b have equal keys and values."""
+    return torch.equal(key[a], key[b]) and torch.equal(value[a], value[b])

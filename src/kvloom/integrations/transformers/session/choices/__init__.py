@@ -1,0 +1,1 @@
+"""How each request of a session chooses its tokens."""

@@ -1,0 +1,97 @@
+"""Log probabilities of prompts: a step also computes logits of their tokens if a request asks for them.
+
+Shapes: T tokens of all requests of a step, L of them whose logits transformers asks for, V tokens of the
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
+
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE
+
+
+class _Rows(NamedTuple):
+    """Prompt tokens of one request in a step.
+
+    Attributes:
+        choice: Choice of the request.
+        start: Index of the first token among the tokens of the step.
+        position: Position of the first token in the prompt.
+        following: The next token after each of them.
+    """
+
+    choice: Any
+    start: int
+    position: int
+    following: list[int]
+
+
+class ScoringModel:
+    """Wrapper of the model in the steps of a session, which passes requests the logits of their prompts.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._rows: list[_Rows] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def note(self, requests: Sequence[Any]) -> None:
+        """Remember the prompts of the next step.
+
+        Args:
+            requests: Requests of transformers, in the order of their tokens.
+        """
+        self._rows, start = [], 0
+        for request in requests:
+            state, count = request.state, request.query_length
+            choice = state.logit_processor_kwargs.get(CHOICE)
+            if choice is not None and choice.is_scoring:
+                position = state.position_offset - count  # it has been advanced
+                following = state.initial_tokens[position + 1 : position + 1 + count]
+                self._rows.append(_Rows(choice, start, position, following))
+            start += count
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's output, with logits ``[1, L, V]``, or ``[1, T, V]`` if the model always returns all."""
+        rows, self._rows = self._rows, []
+        kept, first = inputs.get("logits_to_keep"), 0
+        if rows and kept is not None:
+            first = len(kept)
+            own = [torch.arange(x.start, x.start + len(x.following), device=kept.device) for x in rows]
+            inputs["logits_to_keep"] = torch.cat([kept, *own])
+        output = self._model(**inputs)
+        for x in rows:
+            start, count = (x.start if kept is None else first), len(x.following)
+            x.choice.score(output.logits[0, start : start + count], x.following, x.position)
+            first += count
+        if rows and kept is not None:
+            output.logits = output.logits[:, : len(kept)]
+        return output
+
+
+class ProcessorsOfRequests(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
+    """Logits processors of a session that pass the requests of each step to a ``ScoringModel``.
+
+    Args:
+        processors: As in transformers.
+        model: The model of the steps.
+    """
+
+    def __init__(self, processors: Any, model: ScoringModel) -> None:
+        super().__init__(processors)
+        self._model = model
+
+    def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Any) -> Any:
+        """Prepare as transformers does, and note the requests of the step."""
+        self._model.note(requests_in_batch)
+        return super().prepare_tensor_args(requests_in_batch, arg_storage)

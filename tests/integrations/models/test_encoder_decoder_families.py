@@ -1,0 +1,117 @@
+"""Families with an encoder and a decoder: both halves in pages give the texts of transformers' cache."""
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import EncoderDecoderCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from kvloom.integrations.transformers import KVCache, enable
+from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+
+SMALL = {
+    "vocab_size": 99, "src_vocab_size": 99, "tgt_vocab_size": 99, "decoder_vocab_size": 99, "d_model": 32,
+    "hidden_size": 32, "d_ff": 48, "d_kv": 8, "ffn_dim": 48, "intermediate_size": 48, "head_dim": 8,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "conv_channels": 32, "num_layers": 2,
+    "num_decoder_layers": 2, "num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "speech_encoder_layers": 1,
+    "t2u_encoder_layers": 1, "t2u_decoder_layers": 1, "num_encoder_layers": 2, "num_heads": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
+    "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4, "encoder_num_key_value_heads": 4,
+    "decoder_num_key_value_heads": 4, "speech_encoder_attention_heads": 4,
+    "cross_attention_hidden_size": 32, "cross_hidden_size": 32, "cross_num_attention_heads": 4,
+    "cross_head_dim": 8, "cross_num_key_value_heads": 4, "num_experts": 2, "router_jitter_noise": 0.0,
+    "attention_window": 8, "block_size": 8, "attention_type": "original_full", "num_global_tokens": 2,
+    "max_source_positions": 100, "init_std": 0.3, "initializer_range": 0.3, "initializer_factor": 2.0,
+    "dropout": 0.0, "dropout_rate": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+    "hidden_dropout": 0.0, "attention_probs_dropout_prob": 0.0, "encoder_layerdrop": 0.0,
+    "hidden_dropout_prob": 0.0, "decoder_layerdrop": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1, "num_mel_bins": 80,
+}  # fmt: skip
+
+
+def _each(shapes: dict[str, tuple[int, ...]], names: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of the inputs of models; none for those that read tokens."""
+    return dict.fromkeys(names.split(), shapes)
+
+
+FAMILIES: dict[str, dict[str, tuple[int, ...]]] = {
+    **_each({}, """
+        BartForConditionalGeneration BigBirdPegasusForConditionalGeneration BlenderbotForConditionalGeneration
+        BlenderbotSmallForConditionalGeneration FSMTForConditionalGeneration Florence2ForConditionalGeneration
+        LEDForConditionalGeneration LongT5ForConditionalGeneration M2M100ForConditionalGeneration
+        MBartForConditionalGeneration MT5ForConditionalGeneration MarianMTModel MvpForConditionalGeneration NllbMoeForConditionalGeneration
+        PLBartForConditionalGeneration PegasusForConditionalGeneration PegasusXForConditionalGeneration
+        ProphetNetForConditionalGeneration SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText
+        SwitchTransformersForConditionalGeneration T5ForConditionalGeneration T5Gemma2ForConditionalGeneration
+        T5GemmaForConditionalGeneration UMT5ForConditionalGeneration
+    """),
+    **_each({"input_features": (2, 120, 80)}, """
+        CanaryForConditionalGeneration CohereAsrForConditionalGeneration Pop2PianoForConditionalGeneration
+        Speech2TextForConditionalGeneration
+    """),
+    "WhisperForConditionalGeneration": {"input_features": (2, 80, 200)},
+    "MoonshineForConditionalGeneration": {"input_values": (2, 8000)},
+    "SpeechT5ForSpeechToText": {"input_values": (2, 8000)},
+    "Pix2StructForConditionalGeneration": {"flattened_patches": (2, 30, 770)},
+}  # fmt: skip
+NAMES = [name for name in FAMILIES if hasattr(transformers, name)]
+
+
+def small(config: Any) -> Any:
+    """A configuration with small sizes, in all of its parts."""
+    for part in [x for x in vars(config).values() if isinstance(x, PretrainedConfig)]:
+        small(part)
+    for name in SMALL.keys() & {*dir(config)}:
+        if not isinstance(getattr(config, name), list | tuple):
+            with suppress(NotImplementedError):  # of a number of layers for both halves
+                setattr(config, name, SMALL[name])
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[0], config.layer_types[-1]]
+    return config
+
+
+def family(name: str) -> Any:
+    form: type[PreTrainedModel] = getattr(transformers, name)
+    torch.manual_seed(0)
+    model: Any = form(small(form.config_class())).eval()
+    generation = model.generation_config
+    generation.eos_token_id = generation.forced_eos_token_id = generation.forced_bos_token_id = None
+    generation.pad_token_id, generation.bos_token_id, generation.decoder_start_token_id = 0, 1, 1
+    generation.use_cache = True  # which Pix2Struct's says it does not
+    return model
+
+
+def inputs(name: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    found: dict[str, Any] = {key: torch.rand(*shape) for key, shape in FAMILIES[name].items()}
+    if not found:
+        found = {
+            "input_ids": torch.randint(5, 90, (2, 20)),
+            "attention_mask": torch.ones(2, 20, dtype=torch.long),
+        }
+        found["attention_mask"][1, 14:] = 0
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_keeps_both_halves_in_pages(name: str) -> None:
+    model, given = family(name), inputs(name)
+    for way in ({"num_beams": 1}, {"num_beams": 3}):
+        options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **way}
+        expected = GenerationMixin.generate(model, **given, **options)  # of Whisper's, which cuts long audio
+        cache = KVCache.for_model(model)
+        assert isinstance(cache, EncoderDecoderCache)
+        assert torch.equal(
+            GenerationMixin.generate(model, **given, **options, **{CACHE_ARGUMENT: cache}), expected
+        )
+        encoder = cache.cross_attention_cache
+        assert (encoder.num_rows, cache.num_rows) == (len(expected) * way["num_beams"],) * 2
+        assert encoder.get_seq_length() > 0
+        assert all(cache.is_updated.values())
+        assert len(cache.is_updated) == len(cache.layers)
+    enable(model)
+    assert torch.equal(GenerationMixin.generate(model, **given, **options), expected)
