@@ -194,6 +194,24 @@ def test_cross_attention_is_that_of_torch(num_new: int, rows: list[int], has_bia
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5, msg=name)
 
 
+def test_a_mask_that_is_written_in_place_counts() -> None:
+    model = family("Bart")
+    model.set_attn_implementation("kvloom")
+    encoder = KVCache.for_model(model).cross_attention_cache
+    torch.manual_seed(0)
+    states = encoder.update(*torch.randn(2, 1, 4, 9, 8).unbind(0), 0)[0]
+    query, scores = torch.randn(1, 4, 1, 8), ops.Scores(0.3, is_causal=False)
+    mask, bias = torch.ones(1, 1, 1, 9, dtype=torch.bool), torch.zeros(1, 4, 1, 9)
+    whole = attend_crossed(states, query, scores, mask, None)
+    assert torch.equal(attend_crossed(states, query, scores, None, bias), whole)
+    mask[..., 4:] = False
+    bias.copy_(torch.zeros(1).where(mask, -torch.inf))
+    fewer = attend_crossed(states, query, scores, mask.clone(), None)
+    assert not torch.equal(fewer, whole)
+    assert torch.equal(attend_crossed(states, query, scores, mask, None), fewer)
+    torch.testing.assert_close(attend_crossed(states, query, scores, None, bias), fewer)
+
+
 @pytest.mark.parametrize("kv", ["float32", "int8", "int4", "bfloat16"])
 def test_results_are_the_same_bits_for_any_pages_and_batch(kv: str) -> None:
     model = family("Bart")

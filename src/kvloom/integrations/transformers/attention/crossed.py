@@ -34,9 +34,9 @@ class Sources:
         repeats = len(self.rows) // max(num_stored, 1)
         is_even = self.rows == [r for r in range(num_stored) for _ in range(repeats)]
         self.repeats = repeats if is_even else None
-        self._seen: tuple[Tensor, Tensor | None] | None = None  # the last mask, and its lengths
-        self._nothing: tuple[Tensor, bool] | None = None  # the last bias, and whether it is 0
-        self._index: tuple[TokenIndex, tuple[int, ...], TokenIndex] | None = None
+        self._seen: tuple[Tensor, int, Tensor | None] | None = None  # the last mask, and its lengths
+        self._nothing: tuple[Tensor, int, bool] | None = None  # the last bias, and whether it is 0
+        self._read: tuple[TokenIndex, Tensor | None, TokenIndex, int] | None = None
 
     def __reduce__(self) -> tuple[type["Sources"], tuple[list[int]]]:
         return Sources, (self.rows,)
@@ -80,37 +80,45 @@ class Sources:
         """
         if torch.compiler.is_compiling() or mask.shape[1] != 1:
             return None
-        if self._seen is None or self._seen[0] is not mask:
-            self._seen = mask, _lengths_of(mask)
-        return self._seen[1]
-
-    def are_even(self, lengths: Tensor) -> bool:
-        """Whether rows of the same stored row see the same tokens, given ``lengths_of`` a mask."""
-        repeats = self.repeats
-        if repeats is None or repeats == 1 or len(lengths) == 1:
-            return repeats is not None
-        return bool((lengths.view(-1, repeats) == lengths[::repeats, None]).all())
+        if self._seen is None or self._seen[0] is not mask or self._seen[1] != _version(mask):
+            self._seen = mask, _version(mask), _lengths_of(mask)
+        return self._seen[2]
 
     def adds_nothing(self, bias: Tensor) -> bool:
         """Whether a bias of scores is 0, as T5's is in cross-attention; only the first layer looks at it."""
         if torch.compiler.is_compiling():
             return False
-        if self._nothing is None or self._nothing[0] is not bias:
-            self._nothing = bias, not bool(bias.any())
-        return self._nothing[1]
+        if self._nothing is None or self._nothing[0] is not bias or self._nothing[1] != _version(bias):
+            self._nothing = bias, _version(bias), not bool(bias.any())
+        return self._nothing[2]
 
-    def index(self, index: TokenIndex, rows: tuple[int, ...], lengths: Tensor | None) -> TokenIndex:
-        """Index of some stored rows, of which the first ``lengths`` tokens are visible; all if ``None``."""
-        if lengths is None and rows == tuple(range(len(index.lengths))):
-            return index
-        if lengths is None and self._index is not None and self._index[0] is index and self._index[1] == rows:
-            return self._index[2]
-        table = index.index.table[list(rows)]
-        own = index.lengths[list(rows)] if lengths is None else lengths.expand(len(rows))
-        found = TokenIndex(replace(index.index, table=table), own, index.num_columns)
+    def read(self, index: TokenIndex, lengths: Tensor | None) -> tuple[TokenIndex, int]:
+        """What queries read: an index, and the number of rows whose queries are those of one row of it.
+
+        All layers have the same, so only the first one makes it.
+
+        Args:
+            index: Index of the R stored rows.
+            lengths: ``lengths_of`` a mask; ``None`` if all tokens are visible.
+        """
+        known = self._read
+        if known is None or known[0] is not index or known[1] is not lengths:
+            self._read = known = index, lengths, *self._find(index, lengths)
+        return known[2:]
+
+    def _find(self, index: TokenIndex, lengths: Tensor | None) -> tuple[TokenIndex, int]:
+        repeats, num_rows = self.repeats, len(self.rows)
+        if lengths is not None:
+            lengths = lengths.expand(num_rows)
+            if repeats is not None and bool((lengths.view(-1, repeats) != lengths[::repeats, None]).any()):
+                repeats = None
+        if repeats is None:
+            table = replace(index.index, table=index.index.table[self.rows])
+            own = index.lengths[self.rows] if lengths is None else lengths
+            return TokenIndex(table, own, index.num_columns), 1
         if lengths is None:
-            self._index = index, rows, found
-        return found
+            return index, repeats
+        return TokenIndex(index.index, lengths[::repeats], index.num_columns), repeats
 
 
 class CrossStates(LazyStates):
@@ -170,13 +178,9 @@ def attend_crossed(
         mask = None
     elif bias is not None:
         mask = bias if mask is None else bias + _added(mask, bias.dtype)
-    repeats = sources.repeats if lengths is None or sources.are_even(lengths) else None
-    if repeats is None:
-        repeats, stored = 1, tuple(sources.rows)
-    else:
-        stored = tuple(range(num_rows // repeats))
-        lengths = lengths if lengths is None or len(lengths) == 1 else lengths[::repeats]
-    tokens = replace(tokens, rows=None, index=sources.index(tokens.index, stored, lengths))
+    index, repeats = sources.read(tokens.index, lengths)
+    if index is not tokens.index:
+        tokens = replace(tokens, rows=None, index=index)
     if mask is not None:
         mask = mask.expand(num_rows if len(mask) > 1 else 1, -1, num_new, -1)
     if repeats > 1:
@@ -216,6 +220,11 @@ def _lengths_of(mask: Tensor) -> Tensor | None:
         (seen == (column < lengths.unsqueeze(-1))).all() & (lengths == lengths[:, :1]).all() & lengths.all()
     )
     return lengths[:, 0] if bool(fits) else None
+
+
+def _version(x: Tensor) -> int:
+    """Number that changes when a tensor is written in place; tensors of inference mode have none."""
+    return 0 if x.is_inference() else x._version
 
 
 def _are_equal(key: Tensor, value: Tensor, a: int, b: int) -> bool:
