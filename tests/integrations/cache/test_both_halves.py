@@ -279,6 +279,44 @@ def test_another_encoder_needs_an_empty_cache() -> None:
     assert (cache.cross_attention_cache.num_rows, cache.cross_attention_cache.get_seq_length(1)) == (1, 5)
 
 
+@pytest.mark.parametrize("name", ["input_ids", "encoder_outputs"])
+def test_another_input_of_the_encoder_is_refused(name: str) -> None:
+    """transformers answers about the first one: a filled cache is not asked what its keys are of."""
+    model, ids = family("Bart"), torch.randint(5, 90, (2, 30))
+    other = ids.clone()
+    other[1, 17] += 1
+
+    def read(tokens: Tensor) -> dict[str, Any]:
+        return {name: tokens if name == "input_ids" else model.get_encoder()(input_ids=tokens)}
+
+    def logits(cache: Any, given: dict[str, Any]) -> Tensor:
+        rows = len(given[name]) if name == "input_ids" else len(given[name][0])
+        found: Tensor = model(
+            **given, decoder_input_ids=torch.full((rows, 1), 7), use_cache=True, **{CACHE_ARGUMENT: cache}
+        ).logits
+        return found
+
+    with torch.no_grad():
+        cache = KVCache.for_model(model)
+        logits(cache, read(ids))
+        for copied in (cache, cache.fork()):
+            with pytest.raises(
+                StateError, match=rf"^{name} must be what the cache has the encoder's keys of"
+            ):
+                logits(copied, read(other))
+        with pytest.raises(StateError, match=rf"^{name} must be"):
+            logits(cache, read(ids[:1]))
+        assert cache.get_seq_length() == 1
+        logits(cache, read(ids))  # computed again, in another tensor
+        cache.batch_select_indices(torch.tensor([1, 1, 0]))
+        logits(cache, read(ids[[1, 1, 0]]))
+        with pytest.raises(StateError, match=rf"^{name} must be"):
+            logits(cache, read(ids[[1, 0, 0]]))
+        cache.reset()
+        expected = logits(KVCache.for_model(model), read(other))
+        torch.testing.assert_close(logits(cache, read(other)), expected)
+
+
 def test_a_refused_update_leaves_no_rows() -> None:
     encoder = KVCache.for_model(family("Bart")).cross_attention_cache
     with pytest.raises(ShapeError):

@@ -15,6 +15,7 @@ from kvloom.caches import CacheFormat, PagedLayer, Sequences
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
+from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States
 from kvloom.integrations.transformers.cache.pairs import PairGuard
@@ -59,11 +60,14 @@ class EncoderKVCache(KVCache):
     Args:
         layers: The layers; ``None`` for none, as transformers makes a cache of this class.
         theirs: Arguments of transformers, which are not used.
+
+    Attributes:
+        input: What the encoder read.
     """
 
     def __init__(self, layers: list[Any] | None = None, **theirs: Any) -> None:
         super().__init__(layers or [])
-        self._sources = Sources()
+        self._sources, self.input = Sources(), EncoderInput()
 
     @classmethod
     def beside(cls, decoder: Sequence[Any], format: CacheFormat) -> "EncoderKVCache":
@@ -122,6 +126,7 @@ class EncoderKVCache(KVCache):
         """A cache of the same keys and values on the same pages."""
         fork: EncoderKVCache = super().fork()
         fork._set_sources(self._sources)
+        fork.input = self.input.fork()
         return fork
 
     def reset(self) -> None:
@@ -137,6 +142,7 @@ class EncoderKVCache(KVCache):
         if kept != sorted({*self._sources.rows}):
             super()._select(kept)
         self._set_sources(Sources([kept.index(r) for r in chosen]))
+        self.input.select(rows)
 
     @whole
     def _part(self) -> None:

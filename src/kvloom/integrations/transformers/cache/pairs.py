@@ -1,4 +1,4 @@
-"""A ``KVCache`` without an encoder's half is refused in the forwards of an encoder-decoder model."""
+"""Caches that an encoder-decoder model would misread are refused in its forwards."""
 
 from typing import Any
 from weakref import finalize
@@ -9,10 +9,11 @@ from kvloom.errors import UnsupportedError
 
 
 class PairGuard:
-    """Refuses caches without an encoder's half in the forwards of a model, as long as a cache holds this.
+    """Refuses caches in the forwards of a model, as long as a cache holds this.
 
-    Such models take a lone cache for that of the encoder's keys as well, or put it into a new pair in each
-    forward. A saved guard refuses nothing.
+    Without an encoder's half: such models take a lone cache for that of the encoder's keys as well, or put it
+    into a new pair in each forward. With the keys of another input of the encoder, which they would take for
+    those of the present one. A saved guard refuses nothing.
 
     Args:
         model: A model whose cache may be a half; others are not watched.
@@ -35,7 +36,12 @@ class _ExpectPair:
 
     def __call__(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for x in (*args, *kwargs.values()):
-            if hasattr(x, "pair_guard") and not isinstance(x, EncoderDecoderCache):
+            if not hasattr(x, "pair_guard"):
+                continue
+            if isinstance(x, EncoderDecoderCache):
+                encoder: Any = x.cross_attention_cache
+                encoder.input.expect_same(kwargs, is_new=not encoder.num_rows)
+            else:
                 raise UnsupportedError(
                     f"cache must be KVCache.for_model(model) for {type(model).__name__}, which has an "
                     f"encoder, got a {type(x).__name__} alone"

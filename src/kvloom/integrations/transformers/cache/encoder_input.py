@@ -1,0 +1,83 @@
+"""What an encoder read, for as long as a cache has its keys: another input with the same cache is refused.
+
+transformers takes the keys of a filled cache for those of whatever is given to the encoder.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from kvloom.errors import StateError
+
+_NAMES: Final = (
+    "encoder_outputs", "input_ids", "input_features", "input_values", "pixel_values", "flattened_patches",
+    "inputs_embeds",
+)  # fmt: skip
+"""Arguments of a forward that say what the encoder reads; the first that is given counts."""
+_CLOSE: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""Part of its size by which a number of a row may differ, if another batch rounded it; 2e-2 in other dtypes.
+
+One of 1,500 tokens changes it by about 2.6e-2.
+"""
+
+
+class EncoderInput:
+    """Two numbers of each row of an encoder's input, by the name of the argument."""
+
+    def __init__(self) -> None:
+        self._of_rows: dict[str, Tensor] = {}  # [B, 2]: a sum with random signs, and its expected size
+        self._last: ref[Tensor] | None = (
+            None  # the tensor that was looked at last, which generate gives again
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_last": None}
+
+    def fork(self) -> "EncoderInput":
+        """A copy."""
+        other = EncoderInput()
+        other._of_rows = {**self._of_rows}
+        return other
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Replace row i by row ``rows[i]``."""
+        self._of_rows = {name: x[[*rows]] for name, x in self._of_rows.items()}
+        self._last = None
+
+    def expect_same(self, inputs: Mapping[str, Any], *, is_new: bool) -> None:
+        """Note what a forward is given if the cache ``is_new``, else check that it is the same.
+
+        Raises:
+            StateError: it is another input.
+        """
+        name = next((x for x in _NAMES if inputs.get(x) is not None), None)
+        given = None if name is None else inputs[name]
+        given = given[0] if name == "encoder_outputs" and given is not None else given
+        if name is None or not isinstance(given, Tensor) or torch.compiler.is_compiling():
+            return
+        if not is_new and self._last is not None and self._last() is given:
+            return
+        found = _numbers(given)
+        if is_new:
+            self._of_rows = {name: found}
+        elif name in self._of_rows:
+            known = self._of_rows[name]
+            close = _CLOSE.get(given.dtype, 2e-2) if given.is_floating_point() else 0.0
+            if len(known) != len(found) or bool(((known - found)[:, 0].abs() > close * known[:, 1]).any()):
+                raise StateError(
+                    f"{name} must be what the cache has the encoder's keys of, got another input: make "
+                    f"another cache, or reset this one"
+                )
+        self._last = ref(given)
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """``[B, 2]`` float64 of ``[B, ...]``, on the CPU."""
+    x = x.detach().flatten(1)
+    generator = torch.Generator(x.device).manual_seed(0)
+    signs = torch.rand(x.shape[1], dtype=torch.float64, device=x.device, generator=generator) - 0.5
+    rows = map(Tensor.double, x)  # one at a time, which takes less memory
+    return torch.stack([torch.stack((row @ signs, row.norm() / 12**0.5)) for row in rows]).cpu()
