@@ -108,6 +108,22 @@ def test_a_cache_of_the_caller_wins() -> None:
     assert generate(model, inputs, past_key_values=ours).past_key_values is ours
 
 
+def test_a_cache_that_generate_would_fill_with_the_whole_text_in_each_step_is_refused() -> None:
+    """transformers answers another text: ``use_cache=False`` may stand in a model's configuration."""
+    model, inputs = make_model(), make_prompts([9])
+    expected = generate(model, inputs).sequences
+    enable(model)
+    cache = KVCache.for_model(model)
+    with pytest.raises(ArgumentError, match=r"^use_cache must be True with a cache, .* got False"):
+        generate(model, inputs, past_key_values=cache, use_cache=False)
+    model.generation_config.use_cache = False
+    with pytest.raises(ArgumentError, match=r"^use_cache must be True with a cache, .* got False"):
+        generate(model, inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, inputs).sequences, expected)
+    assert torch.equal(generate(model, inputs, past_key_values=cache, use_cache=True).sequences, expected)
+
+
 @pytest.mark.skipif(not hasattr(StaticCache, "get_query_offset"), reason="this version slices in another way")
 @pytest.mark.parametrize("lengths", [[9], [9, 5]], ids=["plain", "padded"])
 def test_a_cache_that_holds_the_whole_text_is_refused_by_name(lengths: list[int]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
@@ -212,11 +212,17 @@ def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
 
 
 def _expect_new_tokens(cache: KVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raise ArgumentError if a cache has all tokens of the text, which ``generate`` then feeds again."""
+    """Raise ArgumentError if ``generate`` would feed tokens again that a cache has."""
+    if generation_config.use_cache is False:
+        raise ArgumentError(
+            "use_cache must be True with a cache, which generate fills with the whole text in each step "
+            "otherwise, got False: pass use_cache=True, or no cache"
+        )
     mask = model_kwargs.get("attention_mask")
     length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
     held = int(cache.get_seq_length())
-    if length is not None and 0 < length <= held:
+    is_of_text = not isinstance(cache, EncoderDecoderCache)  # else the mask is of what the encoder reads
+    if is_of_text and length is not None and 0 < length <= held:
         raise ArgumentError(
             f"input_ids must have tokens that are not in the cache, got {length} and a cache of {held}: "
             "give the whole text, after crop(-1) if the cache has all of it"
@@ -235,7 +241,7 @@ class _PrepareCache:
     ) -> Any:
         model, given = self._model, given_cache(model_kwargs)
         is_given = given is not None
-        if isinstance(given, KVCache) and not model.config.is_encoder_decoder:
+        if isinstance(given, KVCache):
             _expect_new_tokens(given, generation_config, model_kwargs)
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)
