@@ -29,7 +29,7 @@ class Sequences(RowPlacement):
         pages: Pages and tensors that hold the tokens; a ``CacheFormat`` makes new ones.
         window: Tokens that a token sees, itself included; ``None`` keeps all.
         rollback: Tokens kept beyond the window: at most this many of the last tokens can be removed.
-        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` has the first
+        is_required: Whether all that a window shows must be there. Otherwise ``step.known`` has the first
             valid column.
 
     Attributes:
