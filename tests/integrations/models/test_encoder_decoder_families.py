@@ -57,6 +57,8 @@ FAMILIES: dict[str, dict[str, tuple[int, ...]]] = {
     "WhisperForConditionalGeneration": {"input_features": (2, 80, 200)},
     "MoonshineForConditionalGeneration": {"input_values": (2, 8000)},
     "SpeechT5ForSpeechToText": {"input_values": (2, 8000)},
+    "VisionEncoderDecoderModel": {"pixel_values": (2, 3, 32, 32)},
+    "EncoderDecoderModel": {},
     "Pix2StructForConditionalGeneration": {"flattened_patches": (2, 30, 770)},
 }  # fmt: skip
 NAMES = [name for name in FAMILIES if hasattr(transformers, name)]
@@ -75,10 +77,29 @@ def small(config: Any) -> Any:
     return config
 
 
+def joined(name: str) -> Any:
+    """A model of two others: of a ViT and TrOCR's decoder, or of two BERTs."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    if name == "VisionEncoderDecoderModel":
+        encoder: Any = transformers.ViTConfig(**sizes, image_size=32, patch_size=8)
+        decoder: Any = small(transformers.TrOCRConfig())
+    else:
+        encoder = transformers.BertConfig(**sizes, vocab_size=99)
+        decoder = transformers.BertConfig(**sizes, vocab_size=99, is_decoder=True, add_cross_attention=True)
+    form: Any = getattr(transformers, name)
+    return form(form.config_class.from_encoder_decoder_configs(encoder, decoder)).eval()
+
+
 def family(name: str) -> Any:
-    form: type[PreTrainedModel] = getattr(transformers, name)
     torch.manual_seed(0)
-    model: Any = form(small(form.config_class())).eval()
+    if name.endswith("EncoderDecoderModel"):
+        return prepared(joined(name))
+    form: type[PreTrainedModel] = getattr(transformers, name)
+    return prepared(form(small(form.config_class())).eval())
+
+
+def prepared(model: Any) -> Any:
+    """The model, which generates as many tokens as it is asked for."""
     generation = model.generation_config
     generation.eos_token_id = generation.forced_eos_token_id = generation.forced_bos_token_id = None
     generation.pad_token_id, generation.bos_token_id, generation.decoder_start_token_id = 0, 1, 1
