@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from kvloom.caches.layers.fixed_recent import ring_slots
 from peers import RESIDUAL, Contender, installed, quantized
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvloom.caches.format import num_exact
 from kvloom.core.entries import CODES, Entry, SideFormat
 from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.measuring.planned_bits import plan_bits
@@ -224,7 +224,7 @@ def planned(model: Any, tokenizer: Any, num_tokens: int, path: Path) -> Peer:
     config = model.config
     side = SideFormat(config.head_dim, "float32")
     entry = Entry(config.num_hidden_layers * config.num_key_value_heads, side, side)
-    of_newest = entry.nbytes * ring_slots(CODES["int4"].recent) / LONG
+    of_newest = entry.nbytes * (num_exact(CODES["int4"].recent) + 1) / LONG
     text = windows_of(tokenizer, iter_texts("train"), num_tokens)
     plan_bits(model, text, budget=PLANNED - of_newest).save(path)
     return Peer(f"planned, {PLANNED:,} bytes", lambda model: KVCache.for_model(model, path))

@@ -120,7 +120,13 @@ POINTS: Final = [
     ),
     *_members(
         f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessor",
-        "fill_defaults prepare_tensor_args",
+        "fill_defaults",
+        f"{_OURS}/session/choices/penalties.py",
+        "5.19",
+    ),
+    *_members(
+        f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessor",
+        "prepare_tensor_args",
         f"{_OURS}/session/choices/sampling.py",
         "5.19",
     ),
