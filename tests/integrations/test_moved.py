@@ -14,7 +14,12 @@ PACKAGE = "kvloom.integrations.transformers."
 
 @pytest.mark.parametrize("old", sorted(MOVED))
 def test_an_earlier_name_means_the_same_module(old: str) -> None:
-    now = import_module(f"kvloom.{MOVED[old]}")
+    try:
+        now = import_module(f"kvloom.{MOVED[old]}")
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("kvloom"):
+            raise
+        pytest.skip(f"{error.name} is not installed")
     found = import_module(f"kvloom.{old}")
     assert found is now and now.__spec__ is not None and now.__spec__.name == now.__name__
 

@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import EncoderDecoderCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from kvloom.integrations.transformers import KVCache, enable
+from kvloom.integrations.transformers import KVCache, disable, enable
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.versions import IS_4
 
 SMALL = {
     "vocab_size": 99, "src_vocab_size": 99, "tgt_vocab_size": 99, "decoder_vocab_size": 99, "d_model": 32,
@@ -61,6 +69,8 @@ FAMILIES: dict[str, dict[str, tuple[int, ...]]] = {
     "EncoderDecoderModel": {},
     "Pix2StructForConditionalGeneration": {"flattened_patches": (2, 30, 770)},
 }  # fmt: skip
+TAKE_NONE = {"MoonshineForConditionalGeneration", "EncoderDecoderModel"} if IS_4 else set()
+"""Models whose `generate` raises an IndexError with a cache that is given, also with transformers' own."""
 NAMES = [name for name in FAMILIES if hasattr(transformers, name)]
 
 
@@ -122,18 +132,25 @@ def inputs(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_keeps_both_halves_in_pages(name: str) -> None:
     model, given = family(name), inputs(name)
-    for way in ({"num_beams": 1}, {"num_beams": 3}):
-        options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **way}
-        expected = GenerationMixin.generate(model, **given, **options)  # of Whisper's, which cuts long audio
+
+    def generated(**options: Any) -> Tensor:  # without Whisper's own, which cuts long audio
+        options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}
+        tokens: Tensor = GenerationMixin.generate(model, **given, **options)
+        return tokens
+
+    for beams in (1, 3):
+        expected = generated(num_beams=beams)
         cache = KVCache.for_model(model)
         assert isinstance(cache, EncoderDecoderCache)
-        assert torch.equal(
-            GenerationMixin.generate(model, **given, **options, **{CACHE_ARGUMENT: cache}), expected
-        )
-        encoder = cache.cross_attention_cache
-        assert (encoder.num_rows, cache.num_rows) == (len(expected) * way["num_beams"],) * 2
-        assert encoder.get_seq_length() > 0
-        assert all(cache.is_updated.values())
-        assert len(cache.is_updated) == len(cache.layers)
-    enable(model)
-    assert torch.equal(GenerationMixin.generate(model, **given, **options), expected)
+        if name not in TAKE_NONE:
+            theirs = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            expected_of_given = generated(num_beams=beams, **{CACHE_ARGUMENT: theirs})
+            assert torch.equal(generated(num_beams=beams, **{CACHE_ARGUMENT: cache}), expected_of_given)
+            encoder = cache.cross_attention_cache
+            assert (encoder.num_rows, cache.num_rows) == (len(expected) * beams,) * 2
+            assert encoder.get_seq_length() > 0
+            assert all(cache.is_updated.values())
+            assert len(cache.is_updated) == len(cache.layers)
+        enable(model)
+        assert torch.equal(generated(num_beams=beams), expected)
+        disable(model)
