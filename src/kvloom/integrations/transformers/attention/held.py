@@ -21,7 +21,7 @@ def hold_attention(model: Any, holder: str) -> None:
     """Let a model attend in place until ``release_attention``, unless its attention cannot be replaced."""
     held = getattr(model, _HELD, None)
     if held is None:
-        held = _Held(text_config_of(model)._attn_implementation)
+        held = _Held(_present(model))
         setattr(model, _HELD, held)
     held.holders.add(holder)
     if not is_refused_by(model):
@@ -44,7 +44,12 @@ def release_attention(model: Any, holder: str) -> None:
 def attention_before(model: Any) -> str:
     """Name of the attention that a model has without holders."""
     held = getattr(model, _HELD, None)
-    return str(text_config_of(model)._attn_implementation if held is None else held.before)
+    return _present(model) if held is None else held.before
+
+
+def _present(model: Any) -> str:
+    """Name of the attention of a model; with transformers 4 some that have one alone, FSMT's, name none."""
+    return str(text_config_of(model)._attn_implementation or "eager")
 
 
 def set_attention(model: Any, name: str) -> None:
