@@ -88,7 +88,7 @@ class CacheLayout:
     def shape(self, **sizes: int) -> tuple[int, ...]:
         """Shape of a tensor in this layout; ``sizes`` gives every axis but ``2``: ``T=64, H=8, D=128``."""
         known = {"2": 2, **sizes}
-        missing = sorted(self.names - known.keys())
+        missing = sorted(x for x in self.names if x not in known)
         if missing:
             raise ArgumentError(f"sizes must give {missing} for layout {self.axes!r}, got {sorted(sizes)}")
         shape = []
