@@ -151,7 +151,7 @@ class Tokens:
         if mask is not None and rows > 1:  # the mask of ``ops.attend`` has the tokens of all on one axis
             return torch.cat([self._attend_row(query, scores, first, mask, b) for b in range(rows)])
         if mask is not None:
-            block = _added(mask[0], query.shape[1])
+            block = _of_heads(mask[0], query.shape[1])
             scores = replace(scores, mask=_shifted(block, self.index.origins))
         elif self.window is not None:
             scores = replace(scores, window=self.window)
@@ -245,10 +245,16 @@ def attend_behind(
     return (transform.output(out, rank) if transform is not None and is_changed else out).to(dtype)
 
 
-def _added(mask: Tensor, num_heads: int) -> Tensor:
+def added(mask: Tensor) -> Tensor:
+    """A mask of any shape that is added to scores: of a bool one 0 where it is true, else -inf."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+
+
+def _of_heads(mask: Tensor, num_heads: int) -> Tensor:
     """Convert a mask ``[Hq or 1, Q, N]`` of one sequence to one that is added to scores."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+    mask = added(mask)
     return mask[0] if mask.shape[0] == 1 else mask.expand(num_heads, -1, -1)
 
 

@@ -7,16 +7,36 @@ Shapes: B rows, R stored rows, Q queries of each row, N tokens of the encoder, H
 dims.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import TokenIndex, Tokens
+from kvloom.caches.rows.selection import repeated
+from kvloom.caches.tensors.tokens import added
+from kvloom.integrations.tensor_state import version_of
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
+
+_Found = TypeVar("_Found")
+
+
+class _Look(Generic[_Found]):
+    """What a function finds in a tensor that all layers are given: only the first one looks at it."""
+
+    def __init__(self, find: Callable[[Tensor], _Found]) -> None:
+        self._find = find
+        self._last: tuple[Tensor, int, _Found] | None = None
+
+    def at(self, x: Tensor) -> _Found:
+        """What it finds in ``x``, looked for again once that was written."""
+        last = self._last
+        if last is None or last[0] is not x or last[1] != version_of(x):
+            self._last = last = x, version_of(x), self._find(x)
+        return last[2]
 
 
 class Sources:
@@ -24,18 +44,19 @@ class Sources:
 
     Attributes:
         rows: Number of the stored row, for each of the B rows.
+        firsts: The first row of each of the R stored rows.
         repeats: Number of rows of each stored row, if each has as many and they follow one another; else
             ``None``.
     """
 
     def __init__(self, rows: Sequence[int] = ()) -> None:
         self.rows = [*rows]
-        num_stored = max(self.rows, default=-1) + 1
-        repeats = len(self.rows) // max(num_stored, 1)
-        is_even = self.rows == [r for r in range(num_stored) for _ in range(repeats)]
+        self.firsts = [self.rows.index(r) for r in range(max(self.rows, default=-1) + 1)]
+        repeats = max(len(self.rows) // max(len(self.firsts), 1), 1)
+        is_even = self.rows == repeated(repeats, len(self.firsts))
         self.repeats = repeats if is_even else None
-        self._seen: tuple[Tensor, int, Tensor | None] | None = None  # the last mask, and its lengths
-        self._nothing: tuple[Tensor, int, bool] | None = None  # the last bias, and whether it is 0
+        self._lengths = _Look(_lengths_of)
+        self._is_zero = _Look(lambda bias: not bool(bias.any()))
         self._read: tuple[TokenIndex, Tensor | None, TokenIndex, int] | None = None
 
     def __reduce__(self) -> tuple[type["Sources"], tuple[list[int]]]:
@@ -50,20 +71,14 @@ class Sources:
             rows.append(rows[-1] + is_new if rows else 0)
         return cls(rows)
 
-    @property
-    def firsts(self) -> list[int]:
-        """The first row of each stored row."""
-        return [self.rows.index(r) for r in range(max(self.rows, default=-1) + 1)]
-
     def fit(self, key: Tensor, value: Tensor) -> bool:
         """Whether the rows of each stored row are equal in these keys and values, too."""
-        firsts = self.firsts
-        pairs = ((firsts[r], b) for b, r in enumerate(self.rows))
+        pairs = ((self.firsts[r], b) for b, r in enumerate(self.rows))
         return all(a == b or _are_equal(key, value, a, b) for a, b in pairs)
 
     def taken(self, x: Tensor) -> Tensor:
         """``[R, ...]``, the first row of each stored row of ``[B, ...]``."""
-        return x if len(self.rows) == max(self.rows, default=-1) + 1 else x[self.firsts]
+        return x if len(self.firsts) == len(self.rows) else x[self.firsts]
 
     def spread(self, x: Tensor) -> Tensor:
         """``[B, ...]`` of ``[R, ...]``."""
@@ -76,21 +91,15 @@ class Sources:
     def lengths_of(self, mask: Tensor) -> Tensor | None:
         """``[B or 1]`` int64, the number of tokens that a mask shows, if these are the first ones.
 
-        ``None`` for another mask. Layers have the same one, so only the first layer looks at it.
+        ``None`` for another mask.
         """
         if torch.compiler.is_compiling() or mask.shape[1] != 1:
             return None
-        if self._seen is None or self._seen[0] is not mask or self._seen[1] != _version(mask):
-            self._seen = mask, _version(mask), _lengths_of(mask)
-        return self._seen[2]
+        return self._lengths.at(mask)
 
     def adds_nothing(self, bias: Tensor) -> bool:
-        """Whether a bias of scores is 0, as T5's is in cross-attention; only the first layer looks at it."""
-        if torch.compiler.is_compiling():
-            return False
-        if self._nothing is None or self._nothing[0] is not bias or self._nothing[1] != _version(bias):
-            self._nothing = bias, _version(bias), not bool(bias.any())
-        return self._nothing[2]
+        """Whether a bias of scores is 0, as T5's is in cross-attention."""
+        return not torch.compiler.is_compiling() and self._is_zero.at(bias)
 
     def read(self, index: TokenIndex, lengths: Tensor | None) -> tuple[TokenIndex, int]:
         """What queries read: an index, and the number of rows whose queries are those of one row of it.
@@ -177,7 +186,7 @@ def attend_crossed(
     if lengths is not None:
         mask = None
     elif bias is not None:
-        mask = bias if mask is None else bias + _added(mask, bias.dtype)
+        mask = bias if mask is None else bias + added(mask)
     index, repeats = sources.read(tokens.index, lengths)
     if index is not tokens.index:
         tokens = replace(tokens, rows=None, index=index)
@@ -198,13 +207,6 @@ def _merged(x: Tensor, repeats: int) -> Tensor:
     return parted.transpose(1, 2).reshape(rows // repeats, heads, repeats * num_new, size)
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to scores."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
-
-
 def _lengths_of(mask: Tensor) -> Tensor | None:
     """``Sources.lengths_of`` a mask ``[B or 1, 1, Q or 1, N]``."""
     if mask.dtype == torch.bool:
@@ -220,11 +222,6 @@ def _lengths_of(mask: Tensor) -> Tensor | None:
         (seen == (column < lengths.unsqueeze(-1))).all() & (lengths == lengths[:, :1]).all() & lengths.all()
     )
     return lengths[:, 0] if bool(fits) else None
-
-
-def _version(x: Tensor) -> int:
-    """Number that changes when a tensor is written in place; tensors of inference mode have none."""
-    return 0 if x.is_inference() else x._version
 
 
 def _are_equal(key: Tensor, value: Tensor, a: int, b: int) -> bool:

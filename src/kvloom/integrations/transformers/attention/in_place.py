@@ -17,7 +17,7 @@ from kvloom import ops
 from kvloom.caches import TokenIndex, Tokens
 from kvloom.caches.tensors.chosen import attend_chosen
 from kvloom.caches.tensors.token_index import dense_index
-from kvloom.caches.tensors.tokens import dense
+from kvloom.caches.tensors.tokens import added, dense
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, attend_crossed
@@ -132,9 +132,7 @@ def attention(
         if indices is not None and mask is not None:
             mask = _of_chosen(mask, indices)
         if position_bias is not None and mask is not None:
-            if mask.dtype == torch.bool:
-                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
-            mask = mask + position_bias
+            mask = added(mask) + position_bias
         if s_aux is None and not torch.compiler.is_compiling():
             scores = _scores(scaling, bool(causal), softcap)
         else:

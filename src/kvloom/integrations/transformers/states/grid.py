@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from kvloom.integrations.tensor_state import version_of
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENTS
 from kvloom.integrations.transformers.models.content import is_no_input
 
@@ -108,7 +109,7 @@ def versions_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
         for x in getattr(layer, kind, {}).values()
         if x is not None
     )
-    return [(id(x), 0 if x.is_inference() else x._version) for x in states]
+    return [(id(x), version_of(x)) for x in states]
 
 
 def why_uncut(module: Any, inputs: Mapping[str, Any], num_tokens: int) -> str:
