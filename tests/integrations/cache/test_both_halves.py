@@ -300,7 +300,7 @@ def test_another_input_of_the_encoder_is_refused(name: str) -> None:
 
     with torch.no_grad():
         cache = KVCache.for_model(model)
-        logits(cache, read(ids))
+        logits(cache, read(ids.clone()))
         for copied in (cache, cache.fork()):
             with pytest.raises(
                 StateError, match=rf"^{name} must be what the cache has the encoder's keys of"
@@ -310,6 +310,12 @@ def test_another_input_of_the_encoder_is_refused(name: str) -> None:
             logits(cache, read(ids[:1]))
         assert cache.get_seq_length() == 1
         logits(cache, read(ids))  # computed again, in another tensor
+        given = read(ids.clone())
+        logits(cache, given)
+        written = given[name] if name == "input_ids" else given[name][0]
+        written.copy_(read(other)[name] if name == "input_ids" else read(other)[name][0])
+        with pytest.raises(StateError, match=rf"^{name} must be"):
+            logits(cache, given)  # the same tensor, with something else in it
         cache.batch_select_indices(torch.tensor([1, 1, 0]))
         logits(cache, read(ids[[1, 1, 0]]))
         with pytest.raises(StateError, match=rf"^{name} must be"):

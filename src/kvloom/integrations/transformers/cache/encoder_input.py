@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvloom.errors import StateError
+from kvloom.integrations.tensor_state import version_of
 
 _NAMES: Final = (
     "encoder_outputs", "input_ids", "input_features", "input_values", "pixel_values", "flattened_patches",
@@ -29,9 +30,7 @@ class EncoderInput:
 
     def __init__(self) -> None:
         self._of_rows: dict[str, Tensor] = {}  # [B, 2]: a sum with random signs, and its expected size
-        self._last: ref[Tensor] | None = (
-            None  # the tensor that was looked at last, which generate gives again
-        )
+        self._last: tuple[ref[Tensor], int] | None = None  # what generate gives again in each step
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}
@@ -54,16 +53,18 @@ class EncoderInput:
             StateError: it is another input.
         """
         name = next((x for x in _NAMES if inputs.get(x) is not None), None)
-        given = None if name is None else inputs[name]
-        given = given[0] if name == "encoder_outputs" and given is not None else given
-        if name is None or not isinstance(given, Tensor) or torch.compiler.is_compiling():
+        if name is None or torch.compiler.is_compiling():
             return
-        if not is_new and self._last is not None and self._last() is given:
+        given = inputs[name][0] if name == "encoder_outputs" else inputs[name]
+        if not isinstance(given, Tensor) or not (is_new or name in self._of_rows):
+            return
+        is_last = self._last is not None and self._last[0]() is given and self._last[1] == version_of(given)
+        if is_last and name in self._of_rows:
             return
         found = _numbers(given)
         if is_new:
             self._of_rows = {name: found}
-        elif name in self._of_rows:
+        else:
             known = self._of_rows[name]
             close = _CLOSE.get(given.dtype, 2e-2) if given.is_floating_point() else 0.0
             if len(known) != len(found) or bool(((known - found)[:, 0].abs() > close * known[:, 1]).any()):
@@ -71,7 +72,7 @@ class EncoderInput:
                     f"{name} must be what the cache has the encoder's keys of, got another input: make "
                     f"another cache, or reset this one"
                 )
-        self._last = ref(given)
+        self._last = ref(given), version_of(given)
 
 
 def _numbers(x: Tensor) -> Tensor:
