@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 
-from kvloom.caches import CacheFormat, PagedLayer, Sequences
-from kvloom.errors import ArgumentError, StateError
+from kvloom.caches import CacheFormat, PagedLayer, Pages, Sequences
+from kvloom.errors import ArgumentError, OutOfPages, StateError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
 from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States
 from kvloom.integrations.transformers.cache.pairs import PairGuard
-from kvloom.paging import whole
+from kvloom.paging import PageTable, whole
 
 _PAGE: Final = 16
 """Tokens in a page where the decoder's tokens are in fixed storage."""
@@ -70,14 +70,19 @@ class EncoderKVCache(KVCache):
         self._sources, self.input = Sources(), EncoderInput()
 
     @classmethod
-    def beside(cls, decoder: Sequence[Any], format: CacheFormat) -> "EncoderKVCache":
-        """An empty one beside the layers of a decoder, whose tokens have this format."""
+    def beside(
+        cls, decoder: Sequence[Any], format: CacheFormat, max_tokens: int | None = None
+    ) -> "EncoderKVCache":
+        """An empty one beside the layers of a decoder, whose tokens have this format.
+
+        With ``max_tokens``, its pages are kept, so that they can be found again.
+        """
         layers = None
         if format.layers is not None:
             layers = tuple(replace(x, smoothing=None) for x in format.layers)
         size = _PAGE if format.page_size == 1 else format.page_size
-        own = replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
-        sequences = Sequences(own)
+        own = replace(format, page_size=size, max_tokens=max_tokens, recent=0, smoothing=None, layers=layers)
+        sequences = Sequences(Pages(own, is_kept=max_tokens is not None))
         return cls([EncoderLayer(PagedLayer(own, sequences, i), x._config) for i, x in enumerate(decoder)])
 
     @property
@@ -111,9 +116,11 @@ class EncoderKVCache(KVCache):
         taken, spread = self._sources.taken, self._sources.spread
         try:
             keys, values = super().update(taken(key_states), taken(value_states), layer_idx)
-        except BaseException:
+        except BaseException as error:
             if is_first:
                 self._set_sources(Sources())
+            if isinstance(error, OutOfPages):  # of a pool
+                raise OutOfPages(str(error).replace("max_tokens", "max_encoder_tokens")) from error
             raise
         self.layers[layer_idx].pages.stored()  # finds slots, which no compiler can
         if not isinstance(keys, LazyStates) or not isinstance(values, LazyStates):
@@ -121,6 +128,30 @@ class EncoderKVCache(KVCache):
         pair = CrossStates.of(keys.tokens, keys.dtype, self._sources)
         pair[0].untrained, pair[1].untrained = keys.untrained, values.untrained
         return pair
+
+    @whole
+    def adopt(
+        self, tables: Sequence[PageTable], rows: Sequence[int], num_tokens: int, states: Tensor
+    ) -> None:
+        """Hold the keys and values of encoders that were found, in an empty cache.
+
+        Args:
+            tables: Pages of each stored row.
+            rows: The stored row of each row.
+            num_tokens: N.
+            states: Empty tensor with the dtype and device of keys.
+        """
+        for sequences in self.sequences:
+            sequences.adopt(tables, [0] * len(tables), num_tokens)
+        for layer in self.layers:
+            layer.pages.num_tokens = num_tokens
+            layer.lazy_initialization(states)
+        self._set_sources(Sources(rows))
+
+    @property
+    def sources(self) -> Sources:
+        """The stored row of each row."""
+        return self._sources
 
     def fork(self) -> "EncoderKVCache":
         """A cache of the same keys and values on the same pages."""
