@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 
 from kvloom.caches import CacheFormat, PagedLayer, Sequences
+from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
@@ -23,6 +24,9 @@ from kvloom.paging import whole
 
 _PAGE: Final = 16
 """Tokens in a page where the decoder's tokens are in fixed storage."""
+_FEW: Final = 4
+_MANY: Final = 8
+"""Bits of an encoder's keys in the second half of the layers, where those of the decoder's tokens are few."""
 
 
 class EncoderLayer(KVCacheLayer):
@@ -72,9 +76,7 @@ class EncoderKVCache(KVCache):
     @classmethod
     def beside(cls, decoder: Sequence[Any], format: CacheFormat) -> "EncoderKVCache":
         """An empty one beside the layers of a decoder, whose tokens have this format."""
-        layers = None
-        if format.layers is not None:
-            layers = tuple(replace(x, smoothing=None) for x in format.layers)
+        layers = tuple(_crossed(format.of_layer(i), 2 * i >= len(decoder)) for i in range(len(decoder)))
         size = _PAGE if format.page_size == 1 else format.page_size
         own = replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
         sequences = Sequences(own)
@@ -156,6 +158,25 @@ class EncoderKVCache(KVCache):
         self._sources = sources
         for layer in self.layers:
             layer.sources, layer._pair = sources, None
+
+
+def _crossed(format: CacheFormat, is_late: bool) -> CacheFormat:
+    """Format of a layer's encoder half, for the format of its decoder's tokens.
+
+    Of four bits: keys in the second half of the layers have eight, which matter most there, and values are
+    rotated where keys are.
+    """
+    keys, values = format.quant, format.values
+    if keys is not None and keys.bits == _FEW:
+        if values is None:
+            values = replace(format, smoothing=None)
+        if values.quant is not None and values.quant.bits == _FEW:
+            values = replace(
+                values, quant=replace(values.quant, rotated=values.quant.rotated or keys.rotated)
+            )
+        if is_late:
+            keys = QuantSpec(_MANY, keys.group, keys.scale_dtype)
+    return replace(format, quant=keys, values=values, smoothing=None, recent=0)
 
 
 # What transformers' class asks its first half is what a cache without halves answers itself.
