@@ -34,6 +34,7 @@ from kvloom.integrations.transformers.cache.lengths import (
 )
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.cache.trial import record_past
+from kvloom.integrations.transformers.models.cache_argument import attends_to_encoder
 from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
@@ -84,7 +85,8 @@ class KVCache(StatefulCache):
             model: A ``PreTrainedModel`` that generates. Keys and values are stored in kvloom pages, those of
                 sliding windows only as long as they are seen; recurrent states stay in transformers' own
                 layers, and so do layers of an unknown kind, which a WARNING names. For an encoder-decoder
-                model the result is an ``EncoderDecoderKVCache``, with the encoder's keys and values beside;
+                model, and a decoder that is given what an encoder made, the result is an
+                ``EncoderDecoderKVCache``, with the encoder's keys and values beside;
                 of a model with layers that attend to pictures, as Mllama, theirs are beside, too.
             kv: Format of keys and values, one of ``STORAGE``, or the path of a plan. ``"int8:g32"`` has a
                 float16 scale for each 32 elements of a head vector; ``"int8"`` for each gcd(64, head dim).
@@ -122,7 +124,7 @@ class KVCache(StatefulCache):
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
-        if model.config.is_encoder_decoder:
+        if attends_to_encoder(model):
             cache = cls.of_encoder_decoder(model, layers, format)
         else:
             cache = cls.of_pictures(layers, format) if any(x.crosses for x in specs) else cls(layers)
