@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENTS
+from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENTS, OF_ENCODER
 from kvloom.integrations.transformers.models.content import bytes_of, has_no_effect, is_no_input
 from kvloom.integrations.transformers.models.text_config import text_config_of
 
 INPUTS: Final = (
-    "encoder_outputs", "input_ids", "input_features", "input_values", "pixel_values", "flattened_patches",
-    "inputs_embeds",
+    OF_ENCODER, "encoder_outputs", "input_ids", "input_features", "input_values", "pixel_values",
+    "flattened_patches", "inputs_embeds",
 )  # fmt: skip
 """Arguments of a forward that say what the encoder reads; the first that is given counts."""
 PREFIX: Final = "decoder_"

@@ -14,7 +14,8 @@ from kvloom.caches.prefixes.search import Prefixes
 from kvloom.caches.rows.pages import Pages
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.cache.encoder_decoder import EncoderDecoderKVCache, EncoderKVCache
+from kvloom.integrations.transformers.cache.encoder import EncoderKVCache
+from kvloom.integrations.transformers.cache.encoder_decoder import EncoderDecoderKVCache
 from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
 from kvloom.integrations.transformers.cache.trial import reads_encoder_again
 from kvloom.integrations.transformers.models.encoders import undeclared
@@ -258,4 +259,4 @@ def encoder_for(
     if max_tokens is not None:
         expect_range("max_encoder_tokens", max_tokens, 1)
     most = format.max_tokens if max_tokens is None else max_tokens
-    return EncoderKVCache.beside(layers, format, most)
+    return EncoderKVCache.beside(layers[0]._config, format, range(len(layers)), most)

@@ -13,7 +13,7 @@ from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers
-from kvloom.integrations.transformers.cache.encoder_decoder import EncoderKVCache
+from kvloom.integrations.transformers.cache.encoder import EncoderKVCache
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.trial import expect_causal
