@@ -141,7 +141,11 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
     planning.add_options(plan)
-    plan.set_defaults(run=_options_named("kv|model|config|context|batch|page_size")(planning.print_plans))
+    plan.set_defaults(
+        run=_options_named("kv|model|config|context|batch|page_size|encoder_tokens|beams")(
+            planning.print_plans
+        )
+    )
     uses = commands.add_parser("supports", help="what the layers of a model keep, and which uses it allows")
     supports.add_options(uses)
     uses.set_defaults(run=_options_named("model")(supports.print_support))

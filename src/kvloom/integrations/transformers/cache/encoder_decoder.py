@@ -25,6 +25,15 @@ _PAGE: Final = 16
 """Tokens in a page where the decoder's tokens are in fixed storage."""
 
 
+def format_beside(format: CacheFormat) -> CacheFormat:
+    """Format of an encoder's tokens beside a decoder's tokens of ``format``."""
+    layers = None
+    if format.layers is not None:
+        layers = tuple(replace(x, smoothing=None) for x in format.layers)
+    size = _PAGE if format.page_size == 1 else format.page_size
+    return replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
+
+
 class EncoderLayer(KVCacheLayer):
     """Keys and values of an encoder that one layer attends to, stored once.
 
@@ -72,11 +81,7 @@ class EncoderKVCache(KVCache):
     @classmethod
     def beside(cls, decoder: Sequence[Any], format: CacheFormat) -> "EncoderKVCache":
         """An empty one beside the layers of a decoder, whose tokens have this format."""
-        layers = None
-        if format.layers is not None:
-            layers = tuple(replace(x, smoothing=None) for x in format.layers)
-        size = _PAGE if format.page_size == 1 else format.page_size
-        own = replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
+        own = format_beside(format)
         sequences = Sequences(own)
         return cls([EncoderLayer(PagedLayer(own, sequences, i), x._config) for i, x in enumerate(decoder)])
 

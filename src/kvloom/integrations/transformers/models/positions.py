@@ -12,6 +12,8 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.models.trials import undisturbed
 
+_NAMES: Final = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
+"""Fields of configurations for the longest text; the latter two are of decoders beside an encoder."""
 _COUNTING: Final = "create_position_ids_from_input_ids"
 """Function of models that count positions themselves, most from behind the number of the padding token."""
 
@@ -27,7 +29,7 @@ def positions_of(model: Any) -> int | None:
     """
     is_config = isinstance(model, PretrainedConfig)
     config = model.get_text_config(decoder=True) if is_config else text_config_of(model)
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = next((x for name in _NAMES if (x := getattr(config, name, None)) is not None), None)
     if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
         return None
     rope = getattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", None)
