@@ -13,6 +13,8 @@ from transformers import GenerationMixin
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
+from kvloom.integrations.transformers.models.positions import encoder_positions_of
+from kvloom.integrations.transformers.models.text_config import token_ids_in
 
 _PREPARE: Final = next(
     name
@@ -77,6 +79,38 @@ def encoded(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         ) from error
     taken = signature(model.forward).parameters
     return {key: x for key, x in given.items() if key in taken}
+
+
+def document_inputs(model: Any, tokenizer: Any, document: str, num_texts: int) -> dict[str, Tensor]:
+    """Inputs of an encoder that reads the same document for each of N texts.
+
+    Args:
+        model: A model with an encoder that reads tokens.
+        tokenizer: Its tokenizer.
+        document: The text, named ``--document`` in errors.
+        num_texts: N.
+
+    Raises:
+        ArgumentError: the document has no tokens, or more than the encoder has positions.
+    """
+    ids = torch.tensor([tokenizer(document, verbose=False).input_ids], dtype=torch.int64)
+    longest = encoder_positions_of(model)
+    if not 0 < ids.shape[1] <= (longest or ids.shape[1]):
+        most = "" if longest is None else f" and at most {longest}, the positions of the encoder"
+        raise ArgumentError(f"--document must be at least 1 token{most}, got {ids.shape[1]}")
+    ids = ids.expand(num_texts, -1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def started(model: Any, texts: Tensor) -> Tensor:
+    """Texts ``[N, W]`` of a decoder behind the token with which ``generate`` begins them, ``[N, W + 1]``."""
+    places = (model.generation_config, model.config)
+    names = ("decoder_start_token_id", "bos_token_id")
+    found = (getattr(place, name, None) for name in names for place in places)
+    first = next((token for token in map(token_ids_in, found) if token), None)
+    if first is None:
+        raise ArgumentError("model must have a decoder_start_token_id in generation_config.json, got none")
+    return torch.cat([torch.full((len(texts), 1), first[0]), texts], 1)
 
 
 def _names_of(model: Any) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvloom.integrations.transformers.models.cache_argument import as_argument
-from kvloom.integrations.transformers.models.positions import positions_of
+from kvloom.integrations.transformers.models.positions import encoder_positions_of
 
 
 def run_decoder(model: Any, cache: Any) -> None:
@@ -29,20 +29,12 @@ def encoder_positions(model: Any) -> int | None:
     far as a configuration says it; ``None`` if none does.
     """
     config, encoder = _encoder_config(model), model.get_encoder()
-    kind = getattr(encoder, "main_input_name", model.main_input_name)
-    if kind == "pixel_values":
-        size = getattr(config, "image_size", None)
-        if size is None:
-            return None
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        states = encoder(torch.empty(1, config.num_channels, *sides, dtype=model.dtype))[0]
-        return int(states.shape[1])
-    if kind == "input_ids":
-        found = getattr(config, "max_encoder_position_embeddings", None)
-    else:
-        found = getattr(config, "max_source_positions", None)
-    is_own = kind == "input_ids" or type(config) is not type(model.config)  # else of the decoder's tokens
-    return found or (positions_of(config) if is_own else None)
+    size = getattr(config, "image_size", None)
+    if getattr(encoder, "main_input_name", "") != "pixel_values" or size is None:
+        return encoder_positions_of(model)
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    states = encoder(torch.empty(1, config.num_channels, *sides, dtype=model.dtype))[0]
+    return int(states.shape[1])
 
 
 def _encoder_config(model: Any) -> Any:

@@ -41,6 +41,24 @@ def positions_of(model: Any) -> int | None:
     return max(longest, int(stretched))
 
 
+def encoder_positions_of(model: Any) -> int | None:
+    """Tokens of the longest input that the encoder of a model makes, as far as a configuration says it.
+
+    Args:
+        model: A ``PreTrainedModel`` with an encoder.
+
+    Returns:
+        ``None`` if no configuration says it.
+    """
+    encoder = model.get_encoder()
+    config = getattr(encoder, "config", model.config)
+    if getattr(encoder, "main_input_name", model.main_input_name) == "input_ids":
+        return getattr(config, "max_encoder_position_embeddings", None) or positions_of(config)
+    said: int | None = getattr(config, "max_source_positions", None)
+    is_own = type(config) is not type(model.config)  # else positions are those of the decoder
+    return said or (positions_of(config) if is_own else None)
+
+
 def expect_positions(name: str, model: Any, num_tokens: int) -> None:
     """Raise ArgumentError if texts have more tokens than a model has positions.
 
