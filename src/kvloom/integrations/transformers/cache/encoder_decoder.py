@@ -16,6 +16,7 @@ from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
 from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
+from kvloom.integrations.transformers.cache.encoder_report import report_of
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States
 from kvloom.integrations.transformers.cache.pairs import PairGuard
@@ -127,6 +128,11 @@ class EncoderKVCache(KVCache):
         pair[0].untrained, pair[1].untrained = keys.untrained, values.untrained
         return pair
 
+    def report(self) -> dict[str, Any]:
+        """``report_of`` the encoder's half, and ``stored_rows``."""
+        found = report_of(self._own_layers, self.num_rows, self.nbytes)
+        return found | {"stored_rows": len(self._sources.firsts)}
+
     def fork(self) -> "EncoderKVCache":
         """A cache of the same keys and values on the same pages."""
         fork: EncoderKVCache = super().fork()
@@ -227,6 +233,31 @@ class EncoderDecoderKVCache(KVCache, _Whole):  # type: ignore[misc]
     def num_pages_held(self) -> int:
         """Pages that hold tokens of this cache or its forks, those of the encoder included."""
         return self._cache.num_pages_held + self._encoder.num_pages_held
+
+    def report(self) -> dict[str, Any]:
+        """What both halves hold: ``text``, the decoder's tokens, and ``encoder``.
+
+        Each has ``kv``, ``rows`` that attention sees, ``tokens`` of each row, ``nbytes`` allocated, and
+        ``nbytes_dynamic``, the bytes of the same rows in transformers' ``DynamicCache``; ``encoder`` also
+        ``stored_rows``, which rows with the same input share. ``nbytes`` and ``nbytes_dynamic`` are of both.
+        """
+        halves = {
+            "text": report_of(self._own_layers, self.num_rows, self._cache.nbytes),
+            "encoder": self._encoder.report(),
+        }
+        sums = {name: sum(x[name] for x in halves.values()) for name in ("nbytes", "nbytes_dynamic")}
+        return {**halves, **sums}
+
+    def __repr__(self) -> str:
+        """Rows, tokens and bytes of both halves."""
+        found = self.report()
+        text, read = found["text"], found["encoder"]
+        kv, stored = text["kv"] or read["kv"], read["stored_rows"]
+        own, of_encoder = (f"{x['rows']} rows x {x['tokens']:,}" for x in (text, read))
+        return (
+            f"{type(self).__name__}(kv={kv!r}, {own} tokens, beside {stored} for {of_encoder} of the "
+            f"encoder, {found['nbytes']:,} bytes)"
+        )
 
     def fork(self) -> "EncoderDecoderKVCache":
         """A cache of the same tokens and the same encoder, not frozen; the two are independent."""
