@@ -86,7 +86,7 @@ class ModelShape:
         layers = layers_of(model)
         if any(x.tokens for x in layers):  # others have a cache of transformers' own
             expect_use(model, "cache", layers)
-        if foreign := next((x.keeps for x in layers if x.is_foreign), None):
+        if foreign := next((x.keeps for x in layers if x.is_foreign or x.crosses), None):
             raise UnsupportedError(
                 f"config must have layers of keys and values or of recurrent states, got {foreign} in "
                 f"{type(config).__name__}"

@@ -9,7 +9,7 @@ from kvloom.caches import CacheFormat, Sequences
 from kvloom.core.entries import CODES, group_for
 from kvloom.core.spelling import STORAGE, expect_pack
 from kvloom.errors import ArgumentError, ConfigError
-from kvloom.integrations.transformers.cache.encoder_decoder import format_beside
+from kvloom.integrations.transformers.cache.encoder import format_beside
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.models.positions import positions_of
 from kvloom.planning.making import read_config
@@ -173,7 +173,7 @@ class Plan:
             _layer(layer, format.of_layer(i), rows, *held.get(layer.window, (0, 0)), context, self.at_once)
             for i, layer in enumerate(self.shape.layers)
         )
-        beside, num_tokens = format_beside(format), self.encoder_tokens
+        beside, num_tokens = format_beside(format, range(len(own))), self.encoder_tokens
         num_pages = -(-num_tokens // beside.page_size)
         of_encoder = tuple(
             _layer(

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvloom.errors import StateError
 from kvloom.integrations.tensor_state import version_of
+from kvloom.integrations.transformers.models.cache_argument import OF_ENCODER
 
 _NAMES: Final = (
-    "encoder_outputs", "input_ids", "input_features", "input_values", "pixel_values", "flattened_patches",
-    "inputs_embeds",
+    OF_ENCODER, "encoder_outputs", "input_ids", "input_features", "input_values", "pixel_values",
+    "flattened_patches", "inputs_embeds",
 )  # fmt: skip
 """Arguments of a forward that say what the encoder reads; the first that is given counts."""
 _CLOSE: Final = {torch.float64: 1e-3, torch.float32: 1e-3}

@@ -1,17 +1,22 @@
 """Name of a model's cache argument: ``cache`` since transformers 5.24, ``past_key_values`` before."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvloom.integrations.transformers.versions import IS_4
 
 CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 """Both names, the newer first."""
 
 CACHE_ARGUMENT: Final = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """Name of the cache argument of ``generate`` in the installed transformers."""
+
+OF_ENCODER: Final = "encoder_hidden_states"
+"""Argument with which the caller gives a decoder what an encoder made."""
 
 
 def argument_of(model: Any) -> str | None:
@@ -30,7 +35,26 @@ def argument_of(model: Any) -> str | None:
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether a model, or one within it, takes a cache; others, such as OpenAI GPT, would ignore one."""
-    return any(argument_of(x) is not None for x in model.modules() if isinstance(x, PreTrainedModel))
+    return any(takers_of(model))
+
+
+def takers_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The models that take the cache: a model itself, or, if it does not, those within it that do."""
+    if argument_of(model) is not None:
+        yield model
+        return
+    yield from (x for x in model.modules() if isinstance(x, PreTrainedModel) and argument_of(x) is not None)
+
+
+def attends_to_encoder(model: PreTrainedModel) -> bool:
+    """Whether a model also attends to what an encoder made: one of its own, or of the caller."""
+    return model.config.is_encoder_decoder or any(map(_attends_to_given, takers_of(model)))
+
+
+def _attends_to_given(model: PreTrainedModel) -> bool:
+    # All models of transformers 4 have the setting, those that do not read it, too.
+    may = IS_4 or getattr(model.config, "add_cross_attention", True)
+    return bool(may and OF_ENCODER in inspect.signature(model.forward).parameters)
 
 
 def as_argument(model: Any, cache: Any) -> dict[str, Any]:

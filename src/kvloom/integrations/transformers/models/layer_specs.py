@@ -92,7 +92,12 @@ class LayerSpec:
     @property
     def is_foreign(self) -> bool:
         """Whether it keeps something else, in a layer of transformers' own."""
-        return not (self.tokens or self.index or self.states or self.keeps == "nothing")
+        return not (self.tokens or self.index or self.states or self.crosses or self.keeps == "nothing")
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it keeps keys and values of pictures, to which it attends instead of tokens."""
+        return self.keeps == OF_PICTURES
 
 
 def layers_of(model: Any) -> tuple[LayerSpec, ...]:
