@@ -27,6 +27,14 @@ _MANY: Final = 8
 """Bits of an encoder's keys in the second half of the layers, where those of the decoder's tokens are few."""
 
 
+def format_beside(format: CacheFormat, numbers: Sequence[int]) -> CacheFormat:
+    """Format of an encoder's tokens for these layers of a decoder, whose own tokens have ``format``."""
+    late = len(numbers) / 2
+    layers = tuple(_crossed(format.of_layer(n), is_late=i >= late) for i, n in enumerate(numbers))
+    size = _PAGE if format.page_size == 1 else format.page_size
+    return replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
+
+
 class EncoderLayer(KVCacheLayer):
     """Keys and values of an encoder that one layer attends to, stored once.
 
@@ -82,10 +90,7 @@ class EncoderKVCache(KVCache):
 
         With ``max_tokens`` its pages are kept, so that they can be found again.
         """
-        late = len(numbers) / 2
-        layers = tuple(_crossed(format.of_layer(n), is_late=i >= late) for i, n in enumerate(numbers))
-        size = _PAGE if format.page_size == 1 else format.page_size
-        own = replace(format, page_size=size, max_tokens=max_tokens, recent=0, smoothing=None, layers=layers)
+        own = replace(format_beside(format, numbers), max_tokens=max_tokens)
         sequences = Sequences(Pages(own, is_kept=max_tokens is not None))
         return cls([EncoderLayer(PagedLayer(own, sequences, i), config) for i in range(len(numbers))])
 
@@ -159,6 +164,11 @@ class EncoderKVCache(KVCache):
         """The stored row of each row."""
         return self._sources
 
+    def report(self) -> dict[str, Any]:
+        """``report_of`` the encoder's half, and ``stored_rows``."""
+        found = report_of(self._own_layers, self.num_rows, self.nbytes)
+        return found | {"stored_rows": len(self._sources.firsts)}
+
     def fork(self) -> "EncoderKVCache":
         """A cache of the same keys and values on the same pages."""
         fork: EncoderKVCache = super().fork()
@@ -212,3 +222,50 @@ def _crossed(format: CacheFormat, *, is_late: bool) -> CacheFormat:
         if is_late:
             keys = QuantSpec(_MANY, keys.group, keys.scale_dtype)
     return replace(format, quant=keys, values=values, smoothing=None, recent=0)
+
+
+def report_of(layers: Sequence[KVCacheLayer], num_rows: int, nbytes: int) -> dict[str, Any]:
+    """Numbers of one half.
+
+    Args:
+        layers: Its layers.
+        num_rows: Rows that attention sees.
+        nbytes: Bytes allocated.
+
+    Returns:
+        ``kv``, the format string, ``"plan"`` if layers differ, and ``None`` if nothing is stored; ``rows``;
+        ``tokens`` of each row; ``nbytes``; and ``nbytes_dynamic``, those of the same rows in a
+        ``DynamicCache``.
+    """
+    filled = [layer for layer in layers if layer.pages.storage is not None]
+    return {
+        "kv": _kind(filled),
+        "rows": num_rows,
+        "tokens": max((int(layer.get_seq_length()) for layer in filled), default=0),
+        "nbytes": nbytes,
+        "nbytes_dynamic": num_rows * sum(map(_nbytes_dynamic, filled)),
+    }
+
+
+def _kind(layers: Sequence[KVCacheLayer]) -> str | None:
+    """Format string of layers with tokens; a layer that could not be smoothed is as the others are."""
+    formats: list[CacheFormat] = [layer.pages.format for layer in layers]
+    smoothing = next((x.smoothing for x in formats if x.smoothing is not None), None)
+    names = set()
+    for layer, format in zip(layers, formats, strict=True):
+        specs = layer.pages.storage.specs if layer.pages.storage is not None else ()
+        dims = (None if spec is None else spec.head_dim for spec in specs)
+        names.add(replace(format, smoothing=smoothing if format.quant else None).kind(*dims))
+    return None if not names else names.pop() if len(names) == 1 else "plan"
+
+
+def _nbytes_dynamic(layer: KVCacheLayer) -> int:
+    """Bytes of a row's keys and values in a ``DynamicCache``; of a window, without the last token."""
+    storage, dtype = layer.pages.storage, layer._dtype
+    if storage is None or dtype is None:
+        return 0
+    num_tokens = int(layer.get_seq_length())
+    if layer.window is not None:
+        num_tokens = min(num_tokens, layer.window - 1)
+    size: int = dtype.itemsize
+    return num_tokens * size * sum(spec.heads * spec.head_dim for spec in storage.specs if spec is not None)
