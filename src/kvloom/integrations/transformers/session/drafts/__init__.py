@@ -1,0 +1,1 @@
+"""Drafts: tokens that are guessed, and verified by the step that computes them."""
