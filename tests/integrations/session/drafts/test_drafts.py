@@ -21,6 +21,7 @@ from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import continuous_batching, report_layers
 from kvloom.integrations.transformers.session.choices.penalties import CountPenalties, TokenBias
 from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
+from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.integrations.transformers.session.drafts.drafter import MOST, Drafter
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 
@@ -28,6 +29,12 @@ SESSIONS = times(1)
 NEW = 24
 KINDS = ("auto", "int8:g32", "int4:g32", "int4:g32,recent=0", "int4:g32,recent=24", "int8,recent=1")
 Answer = tuple[list[int], Any]
+
+
+@pytest.fixture(autouse=True)
+def _steps_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are as long as they can be, whatever steps take on this machine."""
+    monkeypatch.setattr(Costs, "note", lambda self, num_tokens, seconds: None)
 
 
 def copying_requests(count: int, seed: int) -> list[list[int]]:
@@ -91,15 +98,15 @@ def answers(
 
 
 def guessing(texts: dict[str, list[int]], seed: int) -> Any:
-    """A ``Drafter._draft`` that knows each request's text, and is wrong now and then."""
+    """A ``Drafter._guess`` that knows each request's text, and is wrong now and then."""
     draw = random.Random(seed)
 
-    def guess(self: Drafter, state: Any, most: int) -> list[int]:
+    def guess(self: Drafter, state: Any, most: int) -> tuple[list[int], float]:
         end = len(state.initial_tokens) + len(state.generated_tokens)
         draft = texts[state.request_id][end : end + min(most, draw.choice([0, 1, 2, 4, 8, MOST]))]
         if draft and draw.random() < 0.5:
             draft[draw.randrange(len(draft))] = draw.randrange(99)
-        return draft
+        return draft, draw.choice([0.9, 0.999])
 
     return guess
 
@@ -120,7 +127,7 @@ def expect_same(model: Any, kv: str, requests: Sequence[list[int]], seed: int, *
     texts = {f"req_{i}": [*x, *y] for i, (x, (y, _)) in enumerate(zip(requests, expected, strict=True))}
     continuous_batching(model, kv, **how, drafts="lookup")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drafter, "_draft", guessing(texts, seed))
+        patch.setattr(Drafter, "_guess", guessing(texts, seed))
         found, report = answers(model, requests, seed + 1, **options)
     assert found == expected
     return report
@@ -182,7 +189,7 @@ def test_a_draft_takes_no_page_that_an_answer_needs() -> None:
         session(model, {"max_new_tokens": 24}, begin=choose_by_request, **options) as running,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(Drafter, "_draft", lambda self, state, most: [7, 7, *[98] * 9][:most])
+        patch.setattr(Drafter, "_guess", lambda self, state, most: ([7, 7, *[98] * 9][:most], 0.999))
         for length in (24, 23):
             choice = Choice(processors=[TokenBias({7: 1e6})])
             running.manager.add_request([7] * length, **{CHOICE: choice})
@@ -201,7 +208,7 @@ def test_a_row_that_was_cut_reads_its_new_pages() -> None:
     for drafts in (None, "lookup"):
         continuous_batching(model, share=False, drafts=drafts)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Drafter, "_draft", lambda self, state, most: [98] * min(most, 9))
+            patch.setattr(Drafter, "_guess", lambda self, state, most: ([98] * min(most, 9), 0.999))
             found, report = answers(model, requests, 0, False, page_size=8)
         if drafts is None:
             expected = found

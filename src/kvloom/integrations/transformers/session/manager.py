@@ -379,7 +379,9 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         )
         scheduler.fail = processor._handle_request_error
         scheduler.most_positions = self.most_positions
-        scheduler.drafter = None if self._drafts is None else Drafter(cache.requests)
+        if self._drafts is not None:
+            scheduler.drafter = Drafter(cache.requests)
+            processor.note_time = scheduler.drafter.costs.note
         return processor
 
     def _make_cache(self) -> BatchCache:

@@ -62,7 +62,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         """
         scheduled, is_fast, num_tokens, num_read = self._schedule(token_budget)
         if self.drafter is not None and scheduled:
-            num_tokens += self.drafter.add(scheduled, token_budget - num_tokens)
+            num_tokens += self.drafter.add(scheduled, num_tokens, token_budget - num_tokens)
         return scheduled, is_fast, num_tokens, num_read
 
     def _schedule(self, token_budget: int) -> Any:

@@ -1,14 +1,18 @@
 """``Drafter``: which requests of a step have drafts, and of how many tokens."""
 
+from collections import Counter
 from typing import Any, Final
 
-from kvloom.integrations.transformers.session.drafts.lookup import Lookup
+from kvloom.integrations.transformers.session.drafts.costs import Costs
+from kvloom.integrations.transformers.session.drafts.guesses import Guesses
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
 from kvloom.integrations.transformers.session.steps.drafted import DraftedRequest
 
 MOST: Final = 15
 """Largest number of drafted tokens of a request in a step. Attention to up to 16 new tokens of a request has
 the bits of attention to one, also in bfloat16 on processors with AMX."""
+_DELAY: Final = 1 / 8
+"""Largest part by which drafts may lengthen a step in which a request has none."""
 
 
 class Drafter:
@@ -16,41 +20,81 @@ class Drafter:
 
     Args:
         requests: Requests of the session.
+
+    Attributes:
+        costs: Times of steps, which whoever computes them notes.
     """
 
     def __init__(self, requests: SessionRequests) -> None:
-        self._requests = requests
+        self._requests, self.costs = requests, Costs()
 
-    def add(self, scheduled: list[Any], room: int) -> int:
+    def add(self, scheduled: list[Any], num_tokens: int, room: int) -> int:
         """Replace scheduled requests that have drafts by ``DraftedRequest``.
 
         Args:
             scheduled: ``FutureRequestState`` of each request of the step.
-            room: Number of tokens that the step still has room for.
+            num_tokens: Number of tokens of the step.
+            room: Number of tokens that it still has room for.
 
         Returns:
             Number of drafted tokens.
         """
-        added = 0
+        drafts = dict[int, tuple[list[int], float]]()
         for i, request in enumerate(scheduled):
-            most = min(
-                MOST, room - added, request.state._new_tokens_limit - request.state.generated_len() - 1
-            )
-            if most > 0 and request.has_new_token and request.state.generated_tokens:
-                draft = self._draft(request.state, most)
-                if draft and self._has_pages(request.state, len(draft), len(scheduled)):
-                    scheduled[i] = DraftedRequest(request, draft)
-                    added += len(draft)
+            state = request.state
+            most = min(MOST, state._new_tokens_limit - state.generated_len() - 1)
+            if room > 0 and most > 0 and request.has_new_token and state.generated_tokens:
+                draft, odds = self._guess(state, most)
+                if draft:
+                    drafts[i] = draft, odds
+        if not drafts:
+            return 0
+        num_new = sum(x.has_new_token for x in scheduled)
+        added = 0
+        for i, count in self.counts(drafts, num_new, num_tokens, room, len(drafts) < num_new).items():
+            draft = drafts[i][0][:count]
+            if self._has_pages(scheduled[i].state, count, len(scheduled)):
+                scheduled[i] = DraftedRequest(scheduled[i], draft)
+                added += count
         return added
 
-    def _draft(self, state: Any, most: int) -> list[int]:
-        """A draft of a request, of at most ``most`` tokens."""
+    def counts(
+        self,
+        drafts: dict[int, tuple[list[int], float]],
+        num_new: int,
+        num_tokens: int,
+        room: int,
+        is_among_others: bool,
+    ) -> Counter[int]:
+        """Numbers of drafted tokens with which a step is expected to make most tokens a second.
+
+        Args:
+            drafts: A draft for some requests, and the probability that each token is right if those before
+                it are.
+            num_new: Number of tokens that the step makes without drafts.
+            num_tokens: Number of tokens that it computes without them.
+            room: Largest number of drafted tokens.
+            is_among_others: Whether a request has no draft, and would only be delayed.
+        """
+        counts, token = Counter[int](), self.costs.token
+        expected, seconds = float(num_new), self.costs.fixed + token * num_tokens
+        if is_among_others and token > 0:
+            room = min(room, int(_DELAY * seconds / token))
+        gains = [(odds**n, i) for i, (draft, odds) in drafts.items() for n in range(1, len(draft) + 1)]
+        for gain, i in sorted(gains, key=lambda x: -x[0])[:room]:
+            if gain * seconds < expected * token:
+                break
+            expected, seconds = expected + gain, seconds + token
+            counts[i] += 1
+        return counts
+
+    def _guess(self, state: Any, most: int) -> tuple[list[int], float]:
+        """A draft for a request, and its odds."""
         held = self._requests[state.request_id]
-        if held.lookup is None:
-            held.lookup = Lookup(state.initial_tokens)
-        held.lookup.extend(state.generated_tokens[len(held.lookup) - len(state.initial_tokens) :])
-        found: list[int] = held.lookup.draft(most)
-        return found
+        if held.guesses is None:
+            held.guesses = Guesses(state.initial_tokens)
+        guesses: Guesses = held.guesses
+        return guesses.after(state.generated_tokens, most), guesses.odds
 
     def _has_pages(self, state: Any, count: int, num_requests: int) -> bool:
         """Take pages for a draft, but none that an answer of this step may need for its next token."""

@@ -30,7 +30,7 @@ class Held:
         went_on: Number of tokens of the last published states that it continued from; 0 for none.
         published: Its tokens whose pages others can find.
         num_stored: Number of these tokens that a store below was given, or had.
-        lookup: ``Lookup`` of its text, from which drafts are taken; ``None`` before the first draft.
+        guesses: ``Guesses`` of what follows, from which drafts are taken; ``None`` before the first.
     """
 
     prompt: Prompt
@@ -44,7 +44,7 @@ class Held:
     went_on: int = 0
     published: Sequence[int] = ()
     num_stored: int = 0
-    lookup: Any = None
+    guesses: Any = None
 
     @property
     def table(self) -> PageTable:

@@ -171,7 +171,7 @@ class SessionRequests:
                     events.name(other)
                 number = None if events is None else events.request
                 groups = [own.fork(number) for own in parent.groups]
-                child = replace(parent, groups=groups, wanted=frozenset(), kept={}, lookup=None)
+                child = replace(parent, groups=groups, wanted=frozenset(), kept={}, guesses=None)
                 child.states = None if parent.states is None else parent.states.copied()
                 self._held[other] = child
 

@@ -9,7 +9,8 @@ Shapes: T tokens of all requests of a step, R requests with a new token, D draft
 vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -47,8 +48,13 @@ class DraftedRequest(FutureRequestState):  # type: ignore[misc]
 
 
 class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
-    """transformers' processor of a session, whose steps also verify drafted tokens."""
+    """transformers' processor of a session, whose steps also verify drafted tokens.
 
+    Attributes:
+        note_time: Called with the number of tokens of each step without prompts, and its seconds.
+    """
+
+    note_time: Callable[[int, float], None] | None = None
     _drafted: Sequence[DraftedRequest] = ()
     _kept: "_KeepingModel | None" = None
 
@@ -75,7 +81,11 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
 
     def _generation_step(self, model: Any) -> None:
         """Compute a step as transformers does, and keep the logits after drafted tokens."""
+        began = perf_counter()
         super()._generation_step(model if self._kept is None else self._kept.around(model))
+        requests = self.inputs_and_outputs.requests_in_batch
+        if self.note_time is not None and all(x.state.generated_tokens for x in requests):
+            self.note_time(sum(x.query_length for x in requests), perf_counter() - began)
 
     def update_batch(self) -> None:
         """Update requests as transformers does, once for each chosen token, and take the rest back."""
