@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestStatus
 
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE
+
 
 class DraftedRequest(FutureRequestState):  # type: ignore[misc]
     """A request of a step that computes drafted tokens behind its newest token.
@@ -96,8 +98,10 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
             super().update_batch()
             accepted = [x for x in accepted if x.accepts()]
         for x in self._drafted:
-            self.cache.steps.num_drafted += len(x.draft)
-            self.cache.steps.num_accepted += x.num_accepted
+            for counts in (self.cache.steps, x.state.logit_processor_kwargs.get(CHOICE)):
+                if counts is not None:
+                    counts.num_drafted += len(x.draft)
+                    counts.num_accepted += x.num_accepted
             self.cache.requests.take_back(x.state.request_id, x.state.current_len())
         self._drafted, self._kept = (), None
 
