@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
 from typing import Any
@@ -10,7 +11,8 @@ from oracles.serving import Served, served
 
 CODE = 'def area(width, height):\n    return width * height\n\n\nPAIRS = {"a": 1, "b": 2, "c": 3}\n'
 COPY = CODE * 3 + CODE[:30]
-SCHEMA = {"type": "object", "properties": {"width": {"type": "integer"}}, "required": ["width"]}
+KEYS = ("identifier_of_the_customer", "name_of_the_product")
+SCHEMA = {"type": "object", "properties": {key: {"type": "boolean"} for key in KEYS}, "required": [*KEYS]}
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 4, "n": 2},
@@ -36,7 +38,7 @@ def answered(server: Served) -> tuple[dict[str, Any], list[Any]]:
             fields = {
                 "model": "bundled",
                 "prompt": COPY,
-                "max_tokens": 40,
+                "max_tokens": 32,
                 "logprobs": 2,
                 "seed": 9,
                 **fields,
@@ -44,6 +46,8 @@ def answered(server: Served) -> tuple[dict[str, Any], list[Any]]:
             whole = client.completions.create(**fields)
             found[name] = [x.model_dump() for x in whole.choices]
             usage.append(whole.usage)
+            if name not in ("sampled", "a stop"):
+                continue
             chunks = client.completions.create(**fields, stream=True)
             texts: dict[int, str] = {}
             for chunk in chunks:
@@ -74,3 +78,14 @@ def test_answers_are_those_without() -> None:
     for name in ("drafted", "accepted"):
         [count] = re.findall(rf'^kvloom_{name}_tokens_total{{model="bundled"}} (.*)$', metrics, re.MULTILINE)
         assert float(count) >= getattr(report, f"tokens_{name}")  # the last stream may still run
+
+
+def test_keys_of_a_schema_are_drafted() -> None:
+    """What a grammar forces is no question to the model, be there anything like it in the text or not."""
+    asked: dict[str, Any] = {"model": "bundled", "prompt": "x", "max_tokens": 60, **ASKED["json"]}
+    with served(drafts="lookup") as server, server.client() as client:
+        answer = client.completions.create(**asked)
+        report = server.session.report()
+    assert [*json.loads(answer.choices[0].text)] == [*KEYS]
+    assert report.tokens_accepted >= 5
+    assert answer.usage is not None and report.steps <= answer.usage.completion_tokens - 5

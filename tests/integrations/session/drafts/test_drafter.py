@@ -64,6 +64,13 @@ def test_a_draft_is_judged_as_far_as_it_was_right() -> None:
     assert guesses.odds == pytest.approx((1 + 1) / (2 + 2))
 
 
+def test_what_is_forced_comes_first_and_is_judged_apart() -> None:
+    guesses = Guesses([1, 2, 3, 4, 1, 2, 3])
+    assert guesses.after([], 2, [8, 9, 10]) == [8, 9]
+    assert guesses.after([8, 9], 9, [7]) == [7] and guesses.odds == pytest.approx(3 / 4)
+    assert guesses.after([8, 9, 5], 9) == [] and guesses.odds == 0.5
+
+
 @pytest.mark.parametrize("odds", [0.01, 0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("token", [0.001, 0.02, 0.2, 0.5])
 def test_one_request_has_as_many_as_pay(odds: float, token: float) -> None:

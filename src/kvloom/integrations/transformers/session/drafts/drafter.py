@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.integrations.transformers.session.drafts.guesses import Guesses
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
 from kvloom.integrations.transformers.session.steps.drafted import DraftedRequest
 
@@ -89,12 +90,12 @@ class Drafter:
         return counts
 
     def _guess(self, state: Any, most: int) -> tuple[list[int], float]:
-        """A draft for a request, and its odds."""
+        """A draft for a request, and its odds: what a grammar forces, or what came before in its text."""
         held = self._requests[state.request_id]
         if held.guesses is None:
             held.guesses = Guesses(state.initial_tokens)
         guesses: Guesses = held.guesses
-        return guesses.after(state.generated_tokens, most), guesses.odds
+        return guesses.after(state.generated_tokens, most, _forced(state)), guesses.odds
 
     def _has_pages(self, state: Any, count: int, num_requests: int) -> bool:
         """Take pages for a draft, but none that an answer of this step may need for its next token."""
@@ -107,3 +108,10 @@ class Drafter:
                 return True
             requests.take_back(name, past + 1)
             return False
+
+
+def _forced(state: Any) -> list[int]:
+    """Tokens that a processor of a request forces next; empty if there are none."""
+    choice = state.logit_processor_kwargs.get(CHOICE)
+    ways = () if choice is None else (getattr(x, "forced", None) for x in choice.processors)
+    return next((way(choice.tokens) for way in ways if way is not None), [])
