@@ -27,7 +27,9 @@ from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 
 SESSIONS = times(1)
 NEW = 24
-KINDS = ("auto", "int8:g32", "int4:g32", "int4:g32,recent=0", "int4:g32,recent=24", "int8,recent=1")
+KINDS = ["auto", "int8:g32", "int4:g32,recent=0", "int4:g32,recent=24"]
+if is_whole():
+    KINDS += ["int4:g32", "int8,recent=1", "int2:g32"]
 Answer = tuple[list[int], Any]
 
 
@@ -67,6 +69,7 @@ def choice_of(seed: int, num_prompt: int) -> Choice:
         seed=seed,
         num_logprobs=draw.choice([None, 0, 3]),
         processors=processors,
+        scores_prompt=draw.random() < 0.3,
     )
 
 
@@ -93,8 +96,11 @@ def answers(
         outputs, report = [running.outputs[name] for name in names], running.manager.report()
     assert [x.error for x in outputs] == [None] * len(requests)
     assert report.active == report.running == 0
-    logprobs = [x.logprobs for x in (choices if is_sampled else outputs)]
-    return [(x.generated_tokens, [*own]) for x, own in zip(outputs, logprobs, strict=True)], report
+    if is_sampled:
+        logprobs = [[x.logprobs, x.prompt_logprobs] for x in choices]
+    else:
+        logprobs = [[*x.logprobs] for x in outputs]
+    return [(x.generated_tokens, own) for x, own in zip(outputs, logprobs, strict=True)], report
 
 
 def guessing(texts: dict[str, list[int]], seed: int) -> Any:

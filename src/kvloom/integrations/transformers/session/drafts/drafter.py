@@ -13,7 +13,7 @@ MOST: Final = 15
 """Largest number of drafted tokens of a request in a step. Attention to up to 16 new tokens of a request has
 the bits of attention to one, also in bfloat16 on processors with AMX."""
 _DELAY: Final = 1 / 8
-"""Largest part by which drafts may lengthen a step in which a request has none."""
+"""Largest part by which drafts may lengthen a step in which a request has none, such as a prompt."""
 
 
 class Drafter:
@@ -51,8 +51,8 @@ class Drafter:
         if not drafts:
             return 0
         num_new = sum(x.has_new_token for x in scheduled)
-        added = 0
-        for i, count in self.counts(drafts, num_new, num_tokens, room, len(drafts) < num_new).items():
+        is_among_others, added = len(drafts) < len(scheduled), 0
+        for i, count in self.counts(drafts, num_new, num_tokens, room, is_among_others).items():
             draft = drafts[i][0][:count]
             if self._has_pages(scheduled[i].state, count, len(scheduled)):
                 scheduled[i] = DraftedRequest(scheduled[i], draft)
