@@ -179,6 +179,27 @@ def test_an_encoder_may_have_other_sizes_than_its_decoder() -> None:
     assert {x.key.head_dim for x in ModelShape.of(config).encoder.values()} == {16}
 
 
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "BartForCausalLM", "GPT2LMHeadModel"])
+def test_what_the_caller_gives_a_decoder_of_an_encoder_is_counted(name: str) -> None:
+    form: Any = getattr(transformers, name)
+    config = small(form.config_class())
+    config.is_encoder_decoder, config.is_decoder, config.add_cross_attention = False, True, True
+    if name == "GPT2LMHeadModel":
+        config.n_embd, config.n_layer, config.n_head = 32, 2, 4
+    model = form(config).eval()
+    cache = KVCache.for_model(model, "int4:g8", page_size=PAGE)
+    given = {"encoder_hidden_states": torch.randn(2, 13, 32).repeat_interleave(3, 0)}
+    ids = torch.ones(6, 9, dtype=torch.int64)
+    model(input_ids=ids, **given, use_cache=True, **as_argument(model, cache))
+    sizes: dict[str, Any] = {"context": 9, "batch": 2, "beams": 3, "page_size": PAGE, "at_once": True}
+    planned = kvloom.plan(config, "int4:g8", encoder_tokens=13, **sizes)
+    assert planned.cache + planned.scales == cache.nbytes
+    alone = kvloom.plan(config, "int4:g8", **sizes)
+    assert alone.encoder_tokens == 0 and alone.by_kind().keys() == {"full"}
+    own = planned.by_kind()["full"][1].total
+    assert alone.cache + alone.scales == own == cache.nbytes - cache.cross_attention_cache.nbytes
+
+
 def test_what_fits_counts_inputs_with_their_beams() -> None:
     shape = ModelShape.of(family("WhisperForConditionalGeneration").config)
     sizes: dict[str, Any] = {"encoder_tokens": 100, "beams": 5, "page_size": PAGE}

@@ -61,7 +61,7 @@ def model_of(config: Any, *, sees: bool = False) -> Any:
             return named._from_config(config, **options).eval()
         autos = OF_ENCODERS
     else:
-        autos = AUTO_CLASSES
+        autos = [*AUTO_CLASSES, *OF_ENCODERS]
     found = [x for x in autos if type(config) in x._model_mapping] or autos[:1]
     auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
     return auto.from_config(config, **options).eval()
