@@ -10,15 +10,15 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from kvloom.caches import CacheFormat, PagedLayer, Sequences
+from kvloom.caches import CacheFormat, PagedLayer, Pages, Sequences
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import StateError
+from kvloom.errors import OutOfPages, StateError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
 from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States
-from kvloom.paging import whole
+from kvloom.paging import PageTable, whole
 
 _PAGE: Final = 16
 """Tokens in a page where the decoder's tokens are in fixed storage."""
@@ -83,10 +83,15 @@ class EncoderKVCache(KVCache):
         self._sources, self.input = Sources(), EncoderInput()
 
     @classmethod
-    def beside(cls, config: Any, format: CacheFormat, numbers: Sequence[int]) -> "EncoderKVCache":
-        """An empty one for a decoder with tokens of this format; these of its layers attend to an encoder."""
-        own = format_beside(format, numbers)
-        sequences = Sequences(own)
+    def beside(
+        cls, config: Any, format: CacheFormat, numbers: Sequence[int], max_tokens: int | None = None
+    ) -> "EncoderKVCache":
+        """An empty one for a decoder with tokens of this format; these of its layers attend to an encoder.
+
+        With ``max_tokens`` its pages are kept, so that they can be found again.
+        """
+        own = replace(format_beside(format, numbers), max_tokens=max_tokens)
+        sequences = Sequences(Pages(own, is_kept=max_tokens is not None))
         return cls([EncoderLayer(PagedLayer(own, sequences, i), config) for i in range(len(numbers))])
 
     @property
@@ -122,9 +127,11 @@ class EncoderKVCache(KVCache):
         taken, spread = self._sources.taken, self._sources.spread
         try:
             keys, values = super().update(taken(key_states), taken(value_states), layer_idx)
-        except BaseException:
+        except BaseException as error:
             if is_first:
                 self._set_sources(Sources())
+            if isinstance(error, OutOfPages):  # of a pool
+                raise OutOfPages(str(error).replace("max_tokens", "max_encoder_tokens")) from error
             raise
         self.layers[layer_idx].pages.stored()  # finds slots, which no compiler can
         if not isinstance(keys, LazyStates) or not isinstance(values, LazyStates):
@@ -132,6 +139,30 @@ class EncoderKVCache(KVCache):
         pair = CrossStates.of(keys.tokens, keys.dtype, self._sources)
         pair[0].untrained, pair[1].untrained = keys.untrained, values.untrained
         return pair
+
+    @whole
+    def adopt(
+        self, tables: Sequence[PageTable], rows: Sequence[int], num_tokens: int, states: Tensor
+    ) -> None:
+        """Hold the keys and values of encoders that were found, in an empty cache.
+
+        Args:
+            tables: Pages of each stored row.
+            rows: The stored row of each row.
+            num_tokens: N.
+            states: Empty tensor with the dtype and device of keys.
+        """
+        for sequences in self.sequences:
+            sequences.adopt(tables, [0] * len(tables), num_tokens)
+        for layer in self.layers:
+            layer.pages.num_tokens = num_tokens
+            layer.lazy_initialization(states)
+        self._set_sources(Sources(rows))
+
+    @property
+    def sources(self) -> Sources:
+        """The stored row of each row."""
+        return self._sources
 
     def report(self) -> dict[str, Any]:
         """``report_of`` the encoder's half, and ``stored_rows``."""

@@ -4,16 +4,17 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-
-from kvloom.integrations.transformers.versions import IS_4
 
 CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 """Both names, the newer first."""
 
 CACHE_ARGUMENT: Final = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """Name of the cache argument of ``generate`` in the installed transformers."""
+
+_ALL_SAY_SO: Final = hasattr(PretrainedConfig(), "add_cross_attention")
+"""Whether all configurations have the setting, those of models that do not read it, too, as in version 4."""
 
 OF_ENCODER: Final = "encoder_hidden_states"
 """Argument with which the caller gives a decoder what an encoder made."""
@@ -52,8 +53,7 @@ def attends_to_encoder(model: PreTrainedModel) -> bool:
 
 
 def _attends_to_given(model: PreTrainedModel) -> bool:
-    # All models of transformers 4 have the setting, those that do not read it, too.
-    may = IS_4 or getattr(model.config, "add_cross_attention", True)
+    may = _ALL_SAY_SO or getattr(model.config, "add_cross_attention", True)
     return bool(may and OF_ENCODER in inspect.signature(model.forward).parameters)
 
 
