@@ -135,16 +135,26 @@ AUTO_CLASSES: Final = [
 ]
 """Auto classes of models that generate text, multimodal ones included."""
 
+AUTO_CLASSES_OF_BOTH: Final = [
+    getattr(transformers, name)
+    for name in ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForTextToWaveform")
+]
+"""Auto classes of models with an encoder and a decoder, among others."""
+
 
 def model_of(config: Any, *, sees: bool = False) -> Any:
     """Make the model of a configuration without quantized weights, on torch's default device.
 
-    Of some there is one with a tower of pictures and one without; ``sees`` prefers the former.
+    Of some there is one with a tower of pictures and one without; ``sees`` prefers the former. Of an
+    encoder and a decoder it is the model of both, where there is one.
     """
     config = copy.deepcopy(config)  # in which transformers writes how it attends
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    found = [x for x in AUTO_CLASSES if type(config) in x._model_mapping] or [AutoModelForCausalLM]
+    classes = [*AUTO_CLASSES]
+    if config.is_encoder_decoder:  # for some of these there is a model of the decoder alone
+        classes = [*AUTO_CLASSES_OF_BOTH, *AUTO_CLASSES[1:], *AUTO_CLASSES[:1]]
+    found = [x for x in classes if type(config) in x._model_mapping] or [AutoModelForCausalLM]
     auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
     return auto.from_config(config, attn_implementation="eager", dtype=_dtype_of(config)).eval()
 
