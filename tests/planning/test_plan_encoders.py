@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import kvloom
 from kvloom.cli import main
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT, as_argument
 from kvloom.planning.model import ModelShape
 from kvloom.planning.plan import kinds_for
@@ -35,6 +35,7 @@ READ_NOTHING = {"Pop2PianoForConditionalGeneration"}
 """Whose features only a ``generate`` of its own gives to its encoder."""
 PLANNED = [x for x in NAMES if x not in KEEP_EXPERTS_BY_NAME | TAKE_NONE | READ_NOTHING]
 NUM_NEW, PAGE = 6, 4
+WHISPER = "WhisperForConditionalGeneration"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,6 +123,24 @@ def test_a_plan_is_what_a_cache_allocates(name: str) -> None:
     own, beside = (sum(x.keys.nbytes + x.values.nbytes for x in half.layers) for half in halves)
     planned = kvloom.plan(shape, context=16, batch=2, beams=5, encoder_tokens=16)
     assert planned.cache == own + beside / 5
+
+
+def test_a_plan_is_what_a_pool_allocates() -> None:
+    model, given = family(WHISPER), inputs(WHISPER)
+    pool = KVPool.for_model(model, "int8:g8", page_size=PAGE, max_tokens=16, max_encoder_tokens=200)
+    start = torch.ones(2, 1, dtype=torch.int64)
+    cache = pool.begin(start, content=pool.content_of(given))
+    options = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+    GenerationMixin.generate(model, **given, decoder_input_ids=start, **options, **{CACHE_ARGUMENT: cache})
+    planned = kvloom.plan(
+        model.config,
+        "int8:g8",
+        context=int(cache.get_seq_length()),
+        batch=2,
+        page_size=PAGE,
+        encoder_tokens=100,
+    )
+    assert planned.cache + planned.scales == cache.nbytes
 
 
 def test_values_of_another_kind_are_those_of_both_halves() -> None:
