@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import kvloom
 from kvloom.cli import main
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT, as_argument
 from kvloom.planning.model import ModelShape
 from kvloom.planning.plan import kinds_for
@@ -35,6 +35,7 @@ READ_NOTHING = {"Pop2PianoForConditionalGeneration"}
 """Whose features only a ``generate`` of its own gives to its encoder."""
 PLANNED = [x for x in NAMES if x not in KEEP_EXPERTS_BY_NAME | TAKE_NONE | READ_NOTHING]
 NUM_NEW, PAGE = 6, 4
+WHISPER = "WhisperForConditionalGeneration"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,6 +125,24 @@ def test_a_plan_is_what_a_cache_allocates(name: str) -> None:
     assert planned.cache == own + beside / 5
 
 
+def test_a_plan_is_what_a_pool_allocates() -> None:
+    model, given = family(WHISPER), inputs(WHISPER)
+    pool = KVPool.for_model(model, "int8:g8", page_size=PAGE, max_tokens=16, max_encoder_tokens=200)
+    start = torch.ones(2, 1, dtype=torch.int64)
+    cache = pool.begin(start, content=pool.content_of(given))
+    options = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+    GenerationMixin.generate(model, **given, decoder_input_ids=start, **options, **{CACHE_ARGUMENT: cache})
+    planned = kvloom.plan(
+        model.config,
+        "int8:g8",
+        context=int(cache.get_seq_length()),
+        batch=2,
+        page_size=PAGE,
+        encoder_tokens=100,
+    )
+    assert planned.cache + planned.scales == cache.nbytes
+
+
 def test_values_of_another_kind_are_those_of_both_halves() -> None:
     model = family("BartForConditionalGeneration")
     cache = KVCache.for_model(model, "int8:g8", values="int4:g4,recent=0", page_size=PAGE)
@@ -177,6 +196,27 @@ def test_an_encoder_may_have_other_sizes_than_its_decoder() -> None:
     planned = kvloom.plan(config, context=7, batch=2, beams=3, page_size=PAGE, encoder_tokens=13)
     assert planned.cache == cache.nbytes
     assert {x.key.head_dim for x in ModelShape.of(config).encoder.values()} == {16}
+
+
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "BartForCausalLM", "GPT2LMHeadModel"])
+def test_what_the_caller_gives_a_decoder_of_an_encoder_is_counted(name: str) -> None:
+    form: Any = getattr(transformers, name)
+    config = small(form.config_class())
+    config.is_encoder_decoder, config.is_decoder, config.add_cross_attention = False, True, True
+    if name == "GPT2LMHeadModel":
+        config.n_embd, config.n_layer, config.n_head = 32, 2, 4
+    model = form(config).eval()
+    cache = KVCache.for_model(model, "int4:g8", page_size=PAGE)
+    given = {"encoder_hidden_states": torch.randn(2, 13, 32).repeat_interleave(3, 0)}
+    ids = torch.ones(6, 9, dtype=torch.int64)
+    model(input_ids=ids, **given, use_cache=True, **as_argument(model, cache))
+    sizes: dict[str, Any] = {"context": 9, "batch": 2, "beams": 3, "page_size": PAGE, "at_once": True}
+    planned = kvloom.plan(config, "int4:g8", encoder_tokens=13, **sizes)
+    assert planned.cache + planned.scales == cache.nbytes
+    alone = kvloom.plan(config, "int4:g8", **sizes)
+    assert alone.encoder_tokens == 0 and alone.by_kind().keys() == {"full"}
+    own = planned.by_kind()["full"][1].total
+    assert alone.cache + alone.scales == own == cache.nbytes - cache.cross_attention_cache.nbytes
 
 
 def test_what_fits_counts_inputs_with_their_beams() -> None:

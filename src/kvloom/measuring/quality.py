@@ -15,10 +15,9 @@ from transformers import DynamicCache
 from kvloom.core.arguments import expect_least, expect_within
 from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.positions import expect_positions
-from kvloom.integrations.transformers.models.text_config import text_config_of
-from kvloom.measuring.compare import STOCK
+from kvloom.measuring.compare import STOCK, expect_decoder, expect_generating
 from kvloom.measuring.encoder_inputs import encoded, expect_encoder_inputs
 from kvloom.measuring.entrants import LONG, Entrant, Peer, Quality
 from kvloom.measuring.head_errors import HeadErrors
@@ -143,20 +142,6 @@ def _expect_ends(input_ids: Tensor, after: int) -> None:
         )
     if bool(is_end[:, after + 1 :].all()):
         raise ArgumentError(f"input_ids must have a text of more than {after + 1} tokens, got none")
-
-
-def expect_generating(model: Any) -> None:
-    """Raise UnsupportedError unless a model generates; ArgumentError if it is none."""
-    text_config_of(model)
-    if not model.can_generate():
-        raise UnsupportedError(f"model must be one that generates, got {type(model).__name__}")
-
-
-def expect_decoder(model: Any) -> None:
-    """Raise UnsupportedError unless a model generates by a decoder alone; ArgumentError if it is none."""
-    expect_generating(model)
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"model must be without an encoder, got {type(model).__name__}")
 
 
 def windows_of(

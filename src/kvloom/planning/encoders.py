@@ -22,6 +22,15 @@ def run_decoder(model: Any, cache: Any) -> None:
         model(**given)
 
 
+def run_given(model: Any, cache: Any) -> None:
+    """Let a decoder on the meta device read one token, and one that the caller's encoder made."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
+    states = torch.empty(1, 1, width, dtype=model.dtype)
+    one = torch.ones(1, 1, dtype=torch.int64)
+    model(input_ids=one, encoder_hidden_states=states, use_cache=True, **as_argument(model, cache))
+
+
 def encoder_positions(model: Any) -> int | None:
     """Most tokens that the encoder of a model on the meta device makes of one input.
 

@@ -34,23 +34,24 @@ def read_config(path: str | Path) -> Any:
         ) from error
 
 
-_SEEING: Final = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 AUTO_CLASSES: Final = [
-    getattr(transformers, name) for name in ("AutoModelForCausalLM", *_SEEING) if hasattr(transformers, name)
-]
-"""Auto classes of models that generate text, multimodal ones included."""
-OF_ENCODERS: Final = [
     getattr(transformers, name)
-    for name in ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", *_SEEING)
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
     if hasattr(transformers, name)
 ]
-"""The same with an encoder: of some of their configurations those above make the decoder alone."""
+"""Auto classes of models that generate text, multimodal ones included."""
+AUTO_CLASSES_OF_BOTH: Final = [
+    getattr(transformers, name)
+    for name in ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForTextToWaveform")
+]
+"""Auto classes of models with an encoder and a decoder, among others."""
 
 
 def model_of(config: Any, *, sees: bool = False) -> Any:
     """Make the model of a configuration without quantized weights, on torch's default device.
 
-    Of some there is one with a tower of pictures and one without; ``sees`` prefers the former.
+    Of some there is one with a tower of pictures and one without; ``sees`` prefers the former. Of an
+    encoder and a decoder it is the model of both, where there is one.
     """
     config = copy.deepcopy(config)  # in which transformers writes how it attends
     if hasattr(config, "quantization_config"):
@@ -59,9 +60,10 @@ def model_of(config: Any, *, sees: bool = False) -> Any:
     if config.is_encoder_decoder:
         if (named := _class_named(config)) is not None:
             return named._from_config(config, **options).eval()
-        autos = OF_ENCODERS
+        # For some of these there is a model of the decoder alone.
+        autos = [*AUTO_CLASSES_OF_BOTH, *AUTO_CLASSES[1:], *AUTO_CLASSES[:1]]
     else:
-        autos = AUTO_CLASSES
+        autos = [*AUTO_CLASSES, *AUTO_CLASSES_OF_BOTH]
     found = [x for x in autos if type(config) in x._model_mapping] or autos[:1]
     auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
     return auto.from_config(config, **options).eval()

@@ -14,12 +14,12 @@ from kvloom.core.specs import entry_of
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.invariance import packable_bytes
-from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.cache_argument import as_argument, attends_to_encoder
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of
 from kvloom.integrations.transformers.models.loading import is_seeing
 from kvloom.integrations.transformers.models.seen import Watched
 from kvloom.integrations.transformers.models.text_config import names_rank
-from kvloom.planning.encoders import encoder_positions, run_decoder
+from kvloom.planning.encoders import encoder_positions, run_decoder, run_given
 from kvloom.planning.making import model_of, without_data, without_logs
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none", "encoder"]
@@ -60,7 +60,8 @@ class ModelShape:
         packable: Maximum bytes of packed weights of linear layers.
         encoder: Unquantized keys and values of a token of the encoder, by the number of the layer that
             attends to it; empty without an encoder.
-        encoder_positions: Most tokens of the encoder for one input; ``None`` if no configuration says it.
+        encoder_positions: Most tokens of the encoder for one input; ``None`` if no configuration says it, 0
+            if the caller may give what an encoder made.
     """
 
     config: Any
@@ -92,7 +93,7 @@ class ModelShape:
                 f"{type(config).__name__}"
             )
         text = config.get_text_config(decoder=True)
-        if beside is not None and not beside.seen:
+        if config.is_encoder_decoder and beside is not None and not beside.seen:
             raise UnsupportedError(
                 f"config must be of a model that keeps what its encoder read in its cache, got "
                 f"{type(config).__name__}, which keeps it elsewhere"
@@ -166,6 +167,10 @@ def _run_without_data(config: Any) -> _Run:
             if "cache_params" in signature(model.forward).parameters:  # until 5.23, only for recurrent models
                 given = {"cache_params": cache}
             model(one, attention_mask=one, use_cache=True, **given)
+            if attends_to_encoder(model):  # that of the caller, if there is one
+                beside = Watched(text)
+                run_given(model, EncoderDecoderCache(Watched(text), beside))
+                return _Run(model, cache, beside, 0)
     except Exception as error:
         kind = "an encoder-decoder" if config.is_encoder_decoder else "a causal language model"
         raise UnsupportedError(

@@ -186,6 +186,7 @@ class Plan:
                 True,
             )
             for i, entry in self.shape.encoder.items()
+            if num_tokens
         )
         tables = 8 * (rows * sum(count for count, _ in held.values()) + batch * num_pages)
         return replace(self, context=context, batch=batch, layers=own + of_encoder, tables=tables)
@@ -222,7 +223,8 @@ def plan(
         at_once: Whether prompts are read in one forward, and nothing after them. Otherwise windows and
             residual windows count twice: a forward that passes them has the tokens of before it, too.
         encoder_tokens: Of an encoder-decoder, the tokens that its encoder makes of each input, padding
-            included; ``None`` for the most by the configuration, such as Whisper's 1,500.
+            included; ``None`` for the most by the configuration, such as Whisper's 1,500. Of a decoder to
+            which the caller may give what an encoder made, the tokens of that, or ``None``.
         beams: Sequences of each input, which share what the encoder made of it: ``num_beams`` times
             ``num_return_sequences`` of samples.
 
@@ -244,7 +246,7 @@ def plan(
         ("context", context, 0),
         ("batch", batch, 1),
         ("page_size", page_size, 1),
-        ("encoder_tokens", encoder_tokens, 1 if shape.encoder else 0),
+        ("encoder_tokens", encoder_tokens, 1 if shape.encoder and shape.encoder_positions != 0 else 0),
         ("beams", beams, 1),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

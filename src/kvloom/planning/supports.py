@@ -57,12 +57,12 @@ def support_of_config(config: Any) -> "Support":
 
 
 def as_text(found: "Support") -> str:
-    """A few lines: layers by what they keep, and each use with ``yes``, or ``no`` and the reason."""
+    """A few lines: layers by what they keep, and each use: ``yes``, or ``no`` or ``half`` and the reason."""
     lines = [f"{found.model}, {sum(found.layers.values())} layers"]
     lines += [f"  {count:4d} keep {keeps}" for keeps, count in found.layers.items()]
     width = max(map(len, found.why_not)) + 2
-    for use, why in found.why_not.items():
-        said = textwrap.wrap(f"no: {why}", _WIDTH - width) if why else ["yes"]
+    for use, (answer, why) in found.answers().items():
+        said = textwrap.wrap(f"{answer}: {why}" if why else answer, _WIDTH - width)
         lines.append(f"{use:{width}}{said[0]}")
         lines += [" " * width + line for line in said[1:]]
     return "\n".join(lines)

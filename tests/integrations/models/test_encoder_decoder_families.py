@@ -13,10 +13,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
 
 from kvloom.errors import StateError
 from kvloom.integrations.transformers import KVCache, disable, enable
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.supports import support_of
 from kvloom.integrations.transformers.versions import IS_4
 
 SMALL = {
@@ -144,6 +146,7 @@ def test_a_family_keeps_both_halves_in_pages(name: str) -> None:
         expected = generated(num_beams=beams)
         cache = KVCache.for_model(model)
         assert isinstance(cache, EncoderDecoderCache)
+        assert support_of(model).answers()["KVCache"] == ("yes", "")
         if name not in TAKE_NONE:
             theirs = EncoderDecoderCache(DynamicCache(), DynamicCache())
             expected_of_given = generated(num_beams=beams, **{CACHE_ARGUMENT: theirs})
@@ -199,6 +202,21 @@ def test_a_decoder_keeps_what_it_is_given_of_an_encoder(name: str) -> None:
         torch.testing.assert_close(made.logits, expected, rtol=1e-3, atol=1e-3)
         assert made.past_key_values.cross_attention_cache.get_seq_length() == 7
         disable(model)
+
+
+def test_blip_puts_every_cache_into_a_pair() -> None:
+    """So only its tokens are in pages, and this is what is said of it."""
+    config = small(transformers.BlipTextConfig(encoder_hidden_size=32, is_decoder=True))
+    model = BlipTextLMHeadModel(config).eval()
+    cache = KVCache.for_model(model)
+    given = {"encoder_hidden_states": torch.randn(1, 7, 32), "use_cache": True, CACHE_ARGUMENT: cache}
+    with torch.no_grad():
+        made = model(torch.randint(5, 90, (1, 4)), **given).past_key_values
+    assert made.self_attention_cache is cache
+    assert type(made.cross_attention_cache) is DynamicCache
+    answer, why = support_of(model).answers()["KVCache"]
+    assert answer == "half"
+    assert why.startswith("keys and values of the encoder stay in transformers' storage")
 
 
 def test_a_decoder_with_both_halves_reads_text_alone() -> None:

@@ -20,6 +20,10 @@ OF_ENCODER: Final = "encoder_hidden_states"
 """Argument with which the caller gives a decoder what an encoder made."""
 
 
+_PUT_INTO_PAIRS: Final = frozenset({"blip_text_model"})
+"""Families whose forward puts every ``DynamicCache`` into a new pair, one of both halves, too."""
+
+
 def argument_of(model: Any) -> str | None:
     """Name of the cache argument of ``model.forward``, old or new; ``None`` if it takes no cache.
 
@@ -50,6 +54,17 @@ def takers_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def attends_to_encoder(model: PreTrainedModel) -> bool:
     """Whether a model also attends to what an encoder made: one of its own, or of the caller."""
     return model.config.is_encoder_decoder or any(map(_attends_to_given, takers_of(model)))
+
+
+def why_half(model: PreTrainedModel) -> str:
+    """Why only the tokens of a model that attends to an encoder are in pages, as a sentence; empty if all."""
+    kinds = {getattr(x.config, "model_type", "") for x in takers_of(model)}
+    if kinds & _PUT_INTO_PAIRS:
+        return (
+            f"keys and values of the encoder stay in transformers' storage, as {type(model).__name__} puts "
+            f"every cache that it is given into a pair with one of its own"
+        )
+    return ""
 
 
 def _attends_to_given(model: PreTrainedModel) -> bool:
