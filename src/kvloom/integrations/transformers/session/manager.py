@@ -42,7 +42,6 @@ from kvloom.integrations.transformers.session.requests.groups import (
     token_layers_of,
 )
 from kvloom.integrations.transformers.session.requests.prompt import SALT, TURN, AgentTurn
-from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
 from kvloom.integrations.transformers.session.stand_ins import Attending
 from kvloom.integrations.transformers.session.steps.drafted import VerifyingProcessor
@@ -261,38 +260,14 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         of_layers["smoothing"] = self._smoothing
         if cache is None:
             return BatchReport(self._kv, self._format.page_size, **of_layers)
-        scheduler, requests = None if processor is None else processor.scheduler, cache.requests
-        prefixes, pool = requests.prefixes, requests.pages.pool
-        with requests.lock:
-            states = requests.page_map().states
-            return BatchReport(
-                kv=self._kv,
-                page_size=cache.tokens_per_page,
-                page_bytes=cache.bytes_per_sector,
-                max_pages=cache.max_pages,
-                num_pages=pool.num_pages,
-                free=pool.num_free,
-                active=pool.num_active,
-                evictable=pool.num_evictable,
-                shared=states.count("shared"),
-                kept=states.count("kept"),
-                waiting=0 if scheduler is None else len(scheduler.waiting_requests),
-                running=0 if scheduler is None else len(scheduler.active_requests),
-                finished=requests.num_finished,
-                preemptions=requests.num_preempted,
-                tokens_asked=requests.num_asked,
-                tokens_found=requests.num_found,
-                steps=cache.steps.num_steps,
-                tokens_computed=cache.steps.num_tokens,
-                tokens_drafted=cache.steps.num_drafted,
-                tokens_accepted=cache.steps.num_accepted,
-                window_bytes=sum(group.pages.nbytes for group in cache.codes[1:]),
-                recent_bytes=sum(group.pages.nbytes for group in cache.residuals),
-                state_bytes=nbytes_of(requests.states),
-                found_state_bytes=0 if prefixes.states is None else prefixes.states.nbytes,
-                store={} if prefixes.reads is None else prefixes.reads.report(),
-                **of_layers,
-            )
+        scheduler = None if processor is None else processor.scheduler
+        return BatchReport(
+            kv=self._kv,
+            waiting=0 if scheduler is None else len(scheduler.waiting_requests),
+            running=0 if scheduler is None else len(scheduler.active_requests),
+            **cache.counts(),
+            **of_layers,
+        )
 
     @property
     def most_positions(self) -> int | None:
