@@ -364,6 +364,34 @@ def test_halves_of_different_batches_are_not_changed() -> None:
         cache.reorder_cache(torch.tensor([0, 0, 0]))
 
 
+def test_the_legacy_format_has_both_halves() -> None:
+    cache, pairs = filled(repeats=2)
+    assert cache.to_legacy_cache() == ()
+    own = [tuple(torch.randn(2, 4, 4, 3, 8).unbind(0)) for _ in pairs]
+    for i, pair in enumerate(own):
+        cache.update(*pair, i)
+    legacy, given = cache.to_legacy_cache(), [(*a, *b) for a, b in zip(own, pairs, strict=True)]
+    for found, expected in zip(legacy, given, strict=True):
+        assert all(map(torch.equal, found, expected))
+    copied: Any = KVCache.from_legacy_cache(legacy, family("Bart"))
+    assert isinstance(copied, EncoderDecoderKVCache)
+    assert (copied.get_seq_length(), copied.cross_attention_cache.get_seq_length()) == (3, 20)
+    assert copied.is_updated == {0: True, 1: True}
+    assert copied.nbytes == cache.nbytes  # rows share the encoder's
+    if hasattr(EncoderDecoderCache, "from_legacy_cache"):
+        assert EncoderDecoderCache.from_legacy_cache(legacy).to_legacy_cache()[1][3].shape == (4, 4, 20, 8)
+
+
+def test_what_is_no_legacy_format_of_both_halves_is_refused() -> None:
+    pair, model = (torch.zeros(2, 4, 3, 8),) * 2, family("Bart")
+    with pytest.raises(ArgumentError, match=r"^model must be given, and attend to an encoder, .* got none$"):
+        KVCache.from_legacy_cache([pair * 2])
+    with pytest.raises(ArgumentError, match=r"in every layer or in none, got 1 of 2$"):
+        KVCache.from_legacy_cache([pair * 2, pair], model)
+    with pytest.raises(ArgumentError, match=r"one number of rows, got \[2, 1\]$"):
+        KVCache.from_legacy_cache([(*pair, pair[0][:1], pair[0][:1])], model)
+
+
 def test_the_encoder_of_a_cache_is_not_replaced() -> None:
     cache, _ = filled()
     encoder = cache.cross_attention_cache

@@ -4,10 +4,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-
-from kvloom.integrations.transformers.versions import IS_4
 
 CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 """Both names, the newer first."""
@@ -18,6 +16,9 @@ CACHE_ARGUMENT: Final = "cache" if hasattr(BaseModelOutputWithPast, "cache") els
 OF_ENCODER: Final = "encoder_hidden_states"
 """Argument with which the caller gives a decoder what an encoder made."""
 
+
+_ALL_HAVE_SETTING: Final = hasattr(PretrainedConfig(), "add_cross_attention")
+"""Whether each configuration says that its model has no cross-attention, also where it has, as before 5."""
 
 _PUT_INTO_PAIRS: Final = frozenset({"blip_text_model"})
 """Families whose forward puts every ``DynamicCache`` into a new pair, one of both halves, too."""
@@ -67,8 +68,7 @@ def why_half(model: PreTrainedModel) -> str:
 
 
 def _attends_to_given(model: PreTrainedModel) -> bool:
-    # All models of transformers 4 have the setting, those that do not read it, too.
-    may = IS_4 or getattr(model.config, "add_cross_attention", True)
+    may = _ALL_HAVE_SETTING or getattr(model.config, "add_cross_attention", True)
     return bool(may and OF_ENCODER in inspect.signature(model.forward).parameters)
 
 
