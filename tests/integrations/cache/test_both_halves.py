@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
 from kvloom import ops
-from kvloom.errors import ArgumentError, ShapeError, StateError
+from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import EncoderDecoderKVCache, KVCache, enable
 from kvloom.integrations.transformers.attention.crossed import CrossStates, attend_crossed
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
@@ -138,6 +138,36 @@ def test_changes_of_rows_are_those_of_transformers(kv: str, attention: str) -> N
             assert torch.equal(layer.keys + 0, other.keys)
             assert torch.equal(layer.values + 0, other.values)
             assert layer.keys.shape == other.keys.shape
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 3, 0, 1], [3, 0, 1, 2], [0, 0, 2, 2]])
+def test_assigned_keys_are_those_of_the_rows(order: list[int]) -> None:
+    """Of stored rows in any order; rows that share one cannot differ."""
+    cache, _ = filled(rows=2, repeats=2)
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    encoder = cache.cross_attention_cache
+    encoder.batch_select_indices(torch.tensor(order))
+    layer, rows = encoder.layers[0], torch.tensor(order) // 2
+    torch.manual_seed(1)
+    new = torch.randn(2, 4, 20, 8)[rows]
+    layer.keys = new
+    assert torch.equal(layer.keys + 0, new)
+    with pytest.raises(UnsupportedError, match="cannot be changed in place"):
+        layer.values[1] = 0
+    with pytest.raises(UnsupportedError, match=r"^keys must be equal in rows that share"):
+        layer.keys = torch.randn(4, 4, 20, 8)
+    with pytest.raises(ShapeError, match=r"^values must be \[B, H, N, D\] with B=4, got \[2, 4, 20, 8\]$"):
+        layer.values = new[:2]
+    assert torch.equal(layer.keys + 0, new)
+
+
+def test_values_of_rows_in_another_order_are_written_in_place() -> None:
+    cache, pairs = filled(rows=3)
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    cache.cross_attention_cache.batch_select_indices(torch.tensor([2, 0, 1]))
+    layer, expected = cache.cross_attention_cache.layers[0], pairs[0][1][[2, 0, 1]]
+    layer.values[1, :, 3] = expected[1, :, 3] = 7
+    assert torch.equal(layer.values + 0, expected)
 
 
 def test_pages_of_an_encoder_that_no_row_needs_are_free() -> None:

@@ -177,10 +177,18 @@ class PictureLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys ``[B, H, N, D]``; ``None`` without a picture."""
         return self.own.keys
 
+    @keys.setter
+    def keys(self, keys: Tensor) -> None:
+        self.own.keys = keys
+
     @property
     def values(self) -> Any:
         """Values ``[B, H, N, D]``; ``None`` without a picture."""
         return self.own.values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self.own.values = values
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
