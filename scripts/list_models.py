@@ -10,7 +10,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvloom.integrations.transformers.supports import USES, Support
-from kvloom.planning.model import AUTO_CLASSES, AUTO_CLASSES_OF_BOTH
+from kvloom.planning.making import AUTO_CLASSES, AUTO_CLASSES_OF_BOTH
 from kvloom.planning.supports import support_of_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

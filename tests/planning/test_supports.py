@@ -51,7 +51,9 @@ def test_of_an_encoder_and_a_decoder_both_halves_are_told(
     """And not what the decoder alone allows, of which transformers has a model, too."""
     out = supports(AutoConfig.for_model(name), tmp_path, capsys)
     assert re.search(r"(\d+) keep keys and values\n +\1 keep keys and values of an encoder\n", out)
-    assert re.search(r"KVCache +yes\nKVCache, static +yes\nKVPool +no: model must be a decoder alone", out)
+    assert re.search(
+        r"KVCache +yes\nKVCache, static +yes\nKVPool +yes\ncontinuous_batching +no: model must be a", out
+    )
 
 
 def test_half_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

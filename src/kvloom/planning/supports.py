@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def print_support(args: argparse.Namespace) -> None:
     """Print what the layers of a model keep, and which uses it allows."""
-    from kvloom.planning.model import read_config
+    from kvloom.planning.making import read_config
 
     found = support_of_config(read_config(args.model))
     sys.stdout.write(json.dumps(asdict(found)) if args.json else as_text(found))
@@ -43,7 +43,7 @@ def support_of_config(config: Any) -> "Support":
 
     from kvloom.integrations.transformers import summary_of
     from kvloom.integrations.transformers.supports import support_of
-    from kvloom.planning.model import model_of, without_logs
+    from kvloom.planning.making import model_of, without_logs
 
     try:
         with torch.device("meta"), without_logs():

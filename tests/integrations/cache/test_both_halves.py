@@ -91,6 +91,34 @@ def test_beams_keep_the_keys_of_an_encoder_once(kv: str) -> None:
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_report_says_what_both_halves_hold(name: str, way: str) -> None:
+    """And what they save against transformers' cache with the same rows."""
+    model = family(name)
+    expected: Any = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache())
+    generated(model, **WAYS[way], **{CACHE_ARGUMENT: expected})
+    cache = KVCache.for_model(model, "int8:g4", page_size=4)
+    assert (cache.report()["nbytes"], cache.report()["text"]["kv"]) == (0, None)
+    generated(model, **WAYS[way], **{CACHE_ARGUMENT: cache})
+    found, num_read = cache.report(), padded_prompts()["input_ids"].shape[1]
+    assert found["nbytes"] == cache.nbytes == sum(found[half]["nbytes"] for half in ("text", "encoder"))
+    assert (found["encoder"]["stored_rows"], found["encoder"]["tokens"]) == (2, num_read)
+    assert found["text"]["rows"] == found["encoder"]["rows"] == cache.num_rows
+    assert found["text"]["tokens"] == cache.get_seq_length()
+    assert found["text"]["kv"] == "int8:g4" and found["encoder"]["kv"] == "int8:g4,smooth=none"
+    for half in ("self_attention", "cross_attention"):
+        layers = getattr(expected, f"{half}_cache").layers
+        held = sum(x.keys.nbytes + x.values.nbytes for x in layers)
+        assert found["encoder" if half == "cross_attention" else "text"]["nbytes_dynamic"] == held
+    rows = f"{cache.num_rows} rows x {cache.get_seq_length()} tokens"
+    read = f"beside 2 for {cache.num_rows} rows x {num_read} of the encoder"
+    said = f"EncoderDecoderKVCache(kv='int8:g4', {rows}, {read}, {cache.nbytes:,} bytes)"
+    assert repr(cache) == said
+    cache.reset()
+    assert (cache.report()["encoder"]["stored_rows"], cache.report()["nbytes_dynamic"]) == (0, 0)
+
+
 def test_late_keys_of_an_encoder_have_eight_bits_where_others_have_four() -> None:
     """With five beams of the usual head dim, in at most 0.035 of the bytes of five copies in float32."""
     sizes = SIZES | {"d_model": 128, "decoder_layers": 4, "decoder_attention_heads": 2}

@@ -10,24 +10,32 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from kvloom.caches import CacheFormat, PagedLayer, Sequences
+from kvloom.caches import CacheFormat, PagedLayer, Pages, Sequences
 from kvloom.caches.layers.assigning import SIDES
 from kvloom.caches.layers.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import expect
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import ShapeError, StateError, UnsupportedError
+from kvloom.errors import OutOfPages, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
 from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States
-from kvloom.paging import whole
+from kvloom.paging import PageTable, whole
 
 _PAGE: Final = 16
 """Tokens in a page where the decoder's tokens are in fixed storage."""
 _FEW: Final = 4
 _MANY: Final = 8
 """Bits of an encoder's keys in the second half of the layers, where those of the decoder's tokens are few."""
+
+
+def format_beside(format: CacheFormat, numbers: Sequence[int]) -> CacheFormat:
+    """Format of an encoder's tokens for these layers of a decoder, whose own tokens have ``format``."""
+    late = len(numbers) / 2
+    layers = tuple(_crossed(format.of_layer(n), is_late=i >= late) for i, n in enumerate(numbers))
+    size = _PAGE if format.page_size == 1 else format.page_size
+    return replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
 
 
 class EncoderLayer(KVCacheLayer):
@@ -97,13 +105,15 @@ class EncoderKVCache(KVCache):
         self._sources, self.input = Sources(), EncoderInput()
 
     @classmethod
-    def beside(cls, config: Any, format: CacheFormat, numbers: Sequence[int]) -> "EncoderKVCache":
-        """An empty one for a decoder with tokens of this format; these of its layers attend to an encoder."""
-        late = len(numbers) / 2
-        layers = tuple(_crossed(format.of_layer(n), is_late=i >= late) for i, n in enumerate(numbers))
-        size = _PAGE if format.page_size == 1 else format.page_size
-        own = replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
-        sequences = Sequences(own)
+    def beside(
+        cls, config: Any, format: CacheFormat, numbers: Sequence[int], max_tokens: int | None = None
+    ) -> "EncoderKVCache":
+        """An empty one for a decoder with tokens of this format; these of its layers attend to an encoder.
+
+        With ``max_tokens`` its pages are kept, so that they can be found again.
+        """
+        own = replace(format_beside(format, numbers), max_tokens=max_tokens)
+        sequences = Sequences(Pages(own, is_kept=max_tokens is not None))
         return cls([EncoderLayer(PagedLayer(own, sequences, i), config) for i in range(len(numbers))])
 
     @property
@@ -139,9 +149,11 @@ class EncoderKVCache(KVCache):
         taken, spread = self._sources.taken, self._sources.spread
         try:
             keys, values = super().update(taken(key_states), taken(value_states), layer_idx)
-        except BaseException:
+        except BaseException as error:
             if is_first:
                 self._set_sources(Sources())
+            if isinstance(error, OutOfPages):  # of a pool
+                raise OutOfPages(str(error).replace("max_tokens", "max_encoder_tokens")) from error
             raise
         self.layers[layer_idx].pages.stored()  # finds slots, which no compiler can
         if not isinstance(keys, LazyStates) or not isinstance(values, LazyStates):
@@ -149,6 +161,35 @@ class EncoderKVCache(KVCache):
         pair = CrossStates.of(keys.tokens, keys.dtype, self._sources)
         pair[0].untrained, pair[1].untrained = keys.untrained, values.untrained
         return pair
+
+    @whole
+    def adopt(
+        self, tables: Sequence[PageTable], rows: Sequence[int], num_tokens: int, states: Tensor
+    ) -> None:
+        """Hold the keys and values of encoders that were found, in an empty cache.
+
+        Args:
+            tables: Pages of each stored row.
+            rows: The stored row of each row.
+            num_tokens: N.
+            states: Empty tensor with the dtype and device of keys.
+        """
+        for sequences in self.sequences:
+            sequences.adopt(tables, [0] * len(tables), num_tokens)
+        for layer in self.layers:
+            layer.pages.num_tokens = num_tokens
+            layer.lazy_initialization(states)
+        self._set_sources(Sources(rows))
+
+    @property
+    def sources(self) -> Sources:
+        """The stored row of each row."""
+        return self._sources
+
+    def report(self) -> dict[str, Any]:
+        """``report_of`` the encoder's half, and ``stored_rows``."""
+        found = report_of(self._own_layers, self.num_rows, self.nbytes)
+        return found | {"stored_rows": len(self._sources.firsts)}
 
     def fork(self) -> "EncoderKVCache":
         """A cache of the same keys and values on the same pages."""
@@ -203,3 +244,50 @@ def _crossed(format: CacheFormat, *, is_late: bool) -> CacheFormat:
         if is_late:
             keys = QuantSpec(_MANY, keys.group, keys.scale_dtype)
     return replace(format, quant=keys, values=values, smoothing=None, recent=0)
+
+
+def report_of(layers: Sequence[KVCacheLayer], num_rows: int, nbytes: int) -> dict[str, Any]:
+    """Numbers of one half.
+
+    Args:
+        layers: Its layers.
+        num_rows: Rows that attention sees.
+        nbytes: Bytes allocated.
+
+    Returns:
+        ``kv``, the format string, ``"plan"`` if layers differ, and ``None`` if nothing is stored; ``rows``;
+        ``tokens`` of each row; ``nbytes``; and ``nbytes_dynamic``, those of the same rows in a
+        ``DynamicCache``.
+    """
+    filled = [layer for layer in layers if layer.pages.storage is not None]
+    return {
+        "kv": _kind(filled),
+        "rows": num_rows,
+        "tokens": max((int(layer.get_seq_length()) for layer in filled), default=0),
+        "nbytes": nbytes,
+        "nbytes_dynamic": num_rows * sum(map(_nbytes_dynamic, filled)),
+    }
+
+
+def _kind(layers: Sequence[KVCacheLayer]) -> str | None:
+    """Format string of layers with tokens; a layer that could not be smoothed is as the others are."""
+    formats: list[CacheFormat] = [layer.pages.format for layer in layers]
+    smoothing = next((x.smoothing for x in formats if x.smoothing is not None), None)
+    names = set()
+    for layer, format in zip(layers, formats, strict=True):
+        specs = layer.pages.storage.specs if layer.pages.storage is not None else ()
+        dims = (None if spec is None else spec.head_dim for spec in specs)
+        names.add(replace(format, smoothing=smoothing if format.quant else None).kind(*dims))
+    return None if not names else names.pop() if len(names) == 1 else "plan"
+
+
+def _nbytes_dynamic(layer: KVCacheLayer) -> int:
+    """Bytes of a row's keys and values in a ``DynamicCache``; of a window, without the last token."""
+    storage, dtype = layer.pages.storage, layer._dtype
+    if storage is None or dtype is None:
+        return 0
+    num_tokens = int(layer.get_seq_length())
+    if layer.window is not None:
+        num_tokens = min(num_tokens, layer.window - 1)
+    size: int = dtype.itemsize
+    return num_tokens * size * sum(spec.heads * spec.head_dim for spec in storage.specs if spec is not None)

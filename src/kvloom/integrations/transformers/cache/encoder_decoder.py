@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvloom.caches import CacheFormat
 from kvloom.errors import ArgumentError, StateError
-from kvloom.integrations.transformers.cache.encoder import EncoderKVCache, EncoderLayer
+from kvloom.integrations.transformers.cache.encoder import EncoderKVCache, EncoderLayer, report_of
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import States
 from kvloom.integrations.transformers.cache.lengths import lengths_of
@@ -27,6 +27,31 @@ class CrossedKVCache(KVCache):
     """A cache with an encoder's keys and values beside the tokens; changes of rows are of both."""
 
     _encoder: EncoderKVCache
+
+    def report(self) -> dict[str, Any]:
+        """What both halves hold: ``text``, the decoder's tokens, and ``encoder``.
+
+        Each has ``kv``, ``rows`` that attention sees, ``tokens`` of each row, ``nbytes`` allocated, and
+        ``nbytes_dynamic``, the bytes of the same rows in transformers' ``DynamicCache``; ``encoder`` also
+        ``stored_rows``, which rows with the same input share. ``nbytes`` and ``nbytes_dynamic`` are of both.
+        """
+        halves = {
+            "text": report_of(self._own_layers, self.num_rows, self._cache.nbytes),
+            "encoder": self._encoder.report(),
+        }
+        sums = {name: sum(x[name] for x in halves.values()) for name in ("nbytes", "nbytes_dynamic")}
+        return {**halves, **sums}
+
+    def __repr__(self) -> str:
+        """Rows, tokens and bytes of both halves."""
+        found = self.report()
+        text, read = found["text"], found["encoder"]
+        kv, stored = text["kv"] or read["kv"], read["stored_rows"]
+        own, of_encoder = (f"{x['rows']} rows x {x['tokens']:,}" for x in (text, read))
+        return (
+            f"{type(self).__name__}(kv={kv!r}, {own} tokens, beside {stored} for {of_encoder} of the "
+            f"encoder, {found['nbytes']:,} bytes)"
+        )
 
     @property
     def nbytes(self) -> int:

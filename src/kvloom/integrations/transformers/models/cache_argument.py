@@ -13,12 +13,12 @@ CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
 CACHE_ARGUMENT: Final = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """Name of the cache argument of ``generate`` in the installed transformers."""
 
+_ALL_SAY_SO: Final = hasattr(PretrainedConfig(), "add_cross_attention")
+"""Whether all configurations have the setting, those of models that do not read it, too, as in version 4."""
+
 OF_ENCODER: Final = "encoder_hidden_states"
 """Argument with which the caller gives a decoder what an encoder made."""
 
-
-_ALL_HAVE_SETTING: Final = hasattr(PretrainedConfig(), "add_cross_attention")
-"""Whether each configuration says that its model has no cross-attention, also where it has, as before 5."""
 
 _PUT_INTO_PAIRS: Final = frozenset({"blip_text_model"})
 """Families whose forward puts every ``DynamicCache`` into a new pair, one of both halves, too."""
@@ -68,7 +68,7 @@ def why_half(model: PreTrainedModel) -> str:
 
 
 def _attends_to_given(model: PreTrainedModel) -> bool:
-    may = _ALL_HAVE_SETTING or getattr(model.config, "add_cross_attention", True)
+    may = _ALL_SAY_SO or getattr(model.config, "add_cross_attention", True)
     return bool(may and OF_ENCODER in inspect.signature(model.forward).parameters)
 
 

@@ -7,10 +7,7 @@ from threading import RLock
 from typing import Any, Final
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
-from transformers.generation.continuous_batching.continuous_api import (
-    ContinuousBatchingManager,
-    ContinuousBatchProcessor,
-)
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from kvloom.caches.tensors.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
@@ -33,6 +30,8 @@ from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
+from kvloom.integrations.transformers.session.drafts import expect_drafts, expect_verifiable
+from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
 from kvloom.integrations.transformers.session.requests.groups import (
@@ -46,6 +45,7 @@ from kvloom.integrations.transformers.session.requests.prompt import SALT, TURN,
 from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
 from kvloom.integrations.transformers.session.stand_ins import Attending
+from kvloom.integrations.transformers.session.steps.drafted import VerifyingProcessor
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states.mixers import watch_mixers
 from kvloom.integrations.transformers.states.specs import Specs
@@ -87,6 +87,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         state_interval: Multiples at which prefixes are found in a model with recurrent states, as in
             ``continuous_batching``.
         store: Store below the pages.
+        drafts: Where drafted tokens come from, as in ``continuous_batching``.
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has an invalid value; nothing was changed.
@@ -109,9 +110,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         wish: Wish = NO_WISH,
         state_interval: int | None = None,
         store: KVStore | None = None,
+        drafts: str | None = None,
     ) -> None:
         expect_policy(policy)
-        self._wish, self._store = wish, store
+        expect_drafts(model, drafts, wish)
+        self._wish, self._store, self._drafts = wish, store, drafts
         self._identity: tuple[str, Any] | None = None
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         expect_config(config)
@@ -128,6 +131,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
         generation = deepcopy(generation_config or model.generation_config)
+        if drafts is not None and generation.do_sample:
+            raise UnsupportedError(
+                "drafts must be None with do_sample, whose random numbers are those of all requests together"
+            )
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
         self._cache: BatchCache | None = None
@@ -147,6 +154,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         configs = {"generation_config": generation, "continuous_batching_config": config}
         with text_apart(self, generation):
             super().__init__(model=stepped, workload_hints=workload_hints, **configs)
+        if drafts is not None:
+            try:
+                expect_verifiable(model)
+            except UnsupportedError:
+                self.release()
+                model.set_attn_implementation(self._original_attn_impl or IMPLEMENTATION)
+                raise
         self.model = model
         self.stepped: Any = model
         """Model that each step calls; may be replaced before a session begins, to see its logits."""
@@ -270,6 +284,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 tokens_found=requests.num_found,
                 steps=cache.steps.num_steps,
                 tokens_computed=cache.steps.num_tokens,
+                tokens_drafted=cache.steps.num_drafted,
+                tokens_accepted=cache.steps.num_accepted,
                 window_bytes=sum(group.pages.nbytes for group in cache.codes[1:]),
                 recent_bytes=sum(group.pages.nbytes for group in cache.residuals),
                 state_bytes=nbytes_of(requests.states),
@@ -330,7 +346,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def _create_batch_processor(self) -> Any:
         """Make a processor as transformers does, with our cache and scheduler."""
-        if isinstance(self.batch_processor, ContinuousBatchProcessor):
+        if isinstance(self.batch_processor, VerifyingProcessor):
             self.batch_processor.reset()
             return self.batch_processor
         config = self.continuous_batching_config
@@ -346,7 +362,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             safety_margin=config.safety_margin,
             max_requests_per_batch=config.max_requests_per_batch,
         )
-        processor = ContinuousBatchProcessor(
+        processor = VerifyingProcessor(
             cache=cache,
             config=text_config_of(self.model),
             generation_config=self.generation_config,
@@ -363,6 +379,9 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         )
         scheduler.fail = processor._handle_request_error
         scheduler.most_positions = self.most_positions
+        if self._drafts is not None:
+            scheduler.drafter = Drafter(cache.requests)
+            processor.note_time = scheduler.drafter.costs.note
         return processor
 
     def _make_cache(self) -> BatchCache:
