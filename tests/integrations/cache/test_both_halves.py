@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.cache.test_encoder_decoders import NAMES, family
+from integrations.cache.test_encoder_decoders import NAMES, SIZES, family
 from integrations.models.test_families import padded_prompts
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
@@ -89,6 +89,57 @@ def test_beams_keep_the_keys_of_an_encoder_once(kv: str) -> None:
         sizes.add((encoder.nbytes, encoder.num_pages_held))
         assert encoder.get_seq_length() == padded_prompts()["input_ids"].shape[1]
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_report_says_what_both_halves_hold(name: str, way: str) -> None:
+    """And what they save against transformers' cache with the same rows."""
+    model = family(name)
+    expected: Any = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache())
+    generated(model, **WAYS[way], **{CACHE_ARGUMENT: expected})
+    cache = KVCache.for_model(model, "int8:g4", page_size=4)
+    assert (cache.report()["nbytes"], cache.report()["text"]["kv"]) == (0, None)
+    generated(model, **WAYS[way], **{CACHE_ARGUMENT: cache})
+    found, num_read = cache.report(), padded_prompts()["input_ids"].shape[1]
+    assert found["nbytes"] == cache.nbytes == sum(found[half]["nbytes"] for half in ("text", "encoder"))
+    assert (found["encoder"]["stored_rows"], found["encoder"]["tokens"]) == (2, num_read)
+    assert found["text"]["rows"] == found["encoder"]["rows"] == cache.num_rows
+    assert found["text"]["tokens"] == cache.get_seq_length()
+    assert found["text"]["kv"] == "int8:g4" and found["encoder"]["kv"] == "int8:g4,smooth=none"
+    for half in ("self_attention", "cross_attention"):
+        layers = getattr(expected, f"{half}_cache").layers
+        held = sum(x.keys.nbytes + x.values.nbytes for x in layers)
+        assert found["encoder" if half == "cross_attention" else "text"]["nbytes_dynamic"] == held
+    rows = f"{cache.num_rows} rows x {cache.get_seq_length()} tokens"
+    read = f"beside 2 for {cache.num_rows} rows x {num_read} of the encoder"
+    said = f"EncoderDecoderKVCache(kv='int8:g4', {rows}, {read}, {cache.nbytes:,} bytes)"
+    assert repr(cache) == said
+    cache.reset()
+    assert (cache.report()["encoder"]["stored_rows"], cache.report()["nbytes_dynamic"]) == (0, 0)
+
+
+def test_late_keys_of_an_encoder_have_eight_bits_where_others_have_four() -> None:
+    """With five beams of the usual head dim, in at most 0.035 of the bytes of five copies in float32."""
+    sizes = SIZES | {"d_model": 128, "decoder_layers": 4, "decoder_attention_heads": 2}
+    cache: Any = KVCache.for_model(family("Bart", sizes), "int4")
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    encoder = cache.cross_attention_cache
+    torch.manual_seed(0)
+    num_bytes, errors = 0, []
+    for i in range(4):
+        pair = [torch.randn(1, 2, 1500, 64).expand(5, -1, -1, -1) for _ in range(2)]
+        pair[1] = pair[1] * (1 + 9 * (torch.arange(64) == 5))  # an outlier, which a rotation spreads
+        encoder.update(*pair, i)
+        num_bytes += sum(5 * x[0].nbytes for x in pair)
+        stored = encoder.layers[i].keys, encoder.layers[i].values
+        errors.append([float((a - b).square().mean().sqrt()) for a, b in zip(stored, pair, strict=True)])
+    assert encoder.nbytes <= 0.035 * num_bytes
+    # The largest of 64 numbers of size 1 is 2.4 on average. Codes of 4 bits have steps of an eighth of it,
+    # of 8 bits of a 127th; the error is a step / sqrt(12). Rotated values are of size sqrt(163 / 64).
+    for i, (of_keys, of_values) in enumerate(errors):
+        assert of_keys == pytest.approx((0.0055, 0.09)[i < 2], rel=0.2)
+        assert of_values == pytest.approx(0.09 * (163 / 64) ** 0.5, rel=0.2)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

@@ -155,6 +155,10 @@ class CrossStates(LazyStates):
         """``[B, H, N, D]``."""
         return torch.Size((len(self.sources.rows), *super().shape[1:]))
 
+    def numel(self) -> int:
+        """Number of elements, which Mllama asks for in each step."""
+        return self.shape.numel()
+
     def gather(self) -> Tensor:
         """Gather the tensor, dequantized, for each row."""
         return self.sources.spread(super().gather())

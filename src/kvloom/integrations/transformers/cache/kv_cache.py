@@ -34,6 +34,7 @@ from kvloom.integrations.transformers.cache.lengths import (
 )
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.cache.trial import record_past
+from kvloom.integrations.transformers.models.cache_argument import attends_to_encoder
 from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
@@ -53,7 +54,8 @@ class KVCache(StatefulCache):
     """
 
     of_encoder_decoder: "ClassVar[Callable[[Any, list[Any], CacheFormat], KVCache]]"
-    """Makes a cache of both halves, of a class that is made of this one."""
+    of_pictures: "ClassVar[Callable[[list[Any], CacheFormat], KVCache]]"
+    """Make caches of what else a decoder attends to, of classes that are made of this one."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
@@ -83,7 +85,9 @@ class KVCache(StatefulCache):
             model: A ``PreTrainedModel`` that generates. Keys and values are stored in kvloom pages, those of
                 sliding windows only as long as they are seen; recurrent states stay in transformers' own
                 layers, and so do layers of an unknown kind, which a WARNING names. For an encoder-decoder
-                model the result is an ``EncoderDecoderKVCache``, with the encoder's keys and values beside.
+                model, and a decoder that is given what an encoder made, the result is an
+                ``EncoderDecoderKVCache``, with the encoder's keys and values beside;
+                of a model with layers that attend to pictures, as Mllama, theirs are beside, too.
             kv: Format of keys and values, one of ``STORAGE``, or the path of a plan. ``"int8:g32"`` has a
                 float16 scale for each 32 elements of a head vector; ``"int8"`` for each gcd(64, head dim).
                 Codes of fewer bits have the same, and rotated keys unless it is ``"int4,rotate=none"``.
@@ -120,8 +124,10 @@ class KVCache(StatefulCache):
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
-        has_encoder = model.config.is_encoder_decoder
-        cache = cls.of_encoder_decoder(model, layers, format) if has_encoder else cls(layers)
+        if attends_to_encoder(model):
+            cache = cls.of_encoder_decoder(model, layers, format)
+        else:
+            cache = cls.of_pictures(layers, format) if any(x.crosses for x in specs) else cls(layers)
         cache.remembered.memory = memory_of(model)
         if rollback:
             record_past(model, cache, rollback)
