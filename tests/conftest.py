@@ -63,10 +63,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("browser"):
             item.add_marker("process")
             item.add_marker(NEEDS_BROWSER)
-        if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).parts[0] in OF_MODELS:
+        if is_of_models(item.path):
             item.add_marker("model")
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("campaign")
+
+
+@functools.cache
+def is_of_models(path: Path) -> bool:
+    """Whether a file computes with whole models."""
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).parts[0] in OF_MODELS
 
 
 @pytest.hookimpl(wrapper=True)
@@ -126,13 +132,13 @@ def fixed_seed() -> None:
     SEED(0)
 
 
-@pytest.fixture(autouse=True)
-def only_what_is_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     """A test that has no mark ``process`` starts none, and one without ``compile`` compiles nothing.
 
-    What a fixture of its module did before the test counts for the test.
+    What a fixture of its module did before the test counts for the test. No fixture, which takes longer.
     """
     yield
     done = marks.done()
-    missing = done if not any(map(request.node.get_closest_marker, ("process", "compile"))) else []
+    missing = done if not any(map(item.get_closest_marker, ("process", "compile"))) else []
     assert not missing, f"needs pytest.mark.process or pytest.mark.compile, for {missing}"

@@ -22,6 +22,7 @@ from oracles.ascend_cases import (
     standard_plan,
     token_call,
 )
+from oracles.pairs import pairwise
 from oracles.pmx_cases import Call
 from torch import Generator
 
@@ -60,9 +61,9 @@ SCENARIOS: dict[str, Build] = {
 }
 
 
-@pytest.mark.parametrize("index", INDICES, ids=dtype_id)
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    ("scenario", "dtype", "index"), pairwise([*SCENARIOS], DTYPES, INDICES), ids=dtype_id
+)
 def test_every_scenario_matches_the_golden(scenario: str, dtype: torch.dtype, index: torch.dtype) -> None:
     for seed in range(2):
         assert_scatters(ascend.scatter_pa_kv_cache, SCENARIOS[scenario](dtype, index, bits.generator(seed)))

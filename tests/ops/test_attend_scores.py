@@ -14,6 +14,7 @@ from ops.cases import waves
 from ops.pools import INT4, INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
 from oracles.bits import FLOATS, assert_same_bits, generator
+from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom import ops
@@ -73,13 +74,11 @@ def assert_right(case: Case, scores: Scores) -> None:
     assert_as_good_as_plain(actual, exact(case, scores), plain(case, scores), float32_error(case, scores))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("decoding", [0, 2, 9])
-def test_option_equals_the_loop(options: dict[str, Any], dtype: torch.dtype, decoding: int) -> None:
+@pytest.mark.parametrize(("name", "dtype", "decoding"), pairwise([*OPTIONS], FLOATS, [0, 2, 9]), ids=str)
+def test_option_equals_the_loop(name: str, dtype: torch.dtype, decoding: int) -> None:
     case = make_case(NEW, STORED, dtype=dtype)
     case.decoding_batches = decoding
-    assert_right(case, Scores(**options))
+    assert_right(case, Scores(**OPTIONS[name]))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

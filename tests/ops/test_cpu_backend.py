@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ops.pools import ALL_AXES, Kind, as_integers, make_pool, new_tokens
 from ops.twins import SPECIAL, assert_refuses_as_the_reference, assert_twins, twins
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
+from oracles.pairs import a_few_each, pairwise
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
@@ -27,11 +28,8 @@ KINDS = [
     *(Kind(torch.bits2x4, 2, 4, dtype, full) for dtype in FLOATS for full in (False, True)),
 ]
 
-OF_QUANT = pytest.mark.parametrize(
-    ("bits", "full_range"),
-    [(8, False), (4, False), (4, True), (2, False), (2, True)],
-    ids=["8", "4", "4-full", "2", "2-full"],
-)
+QUANTS = {"8": (8, False), "4": (4, False), "4-full": (4, True), "2": (2, False), "2-full": (2, True)}
+OF_QUANT = pytest.mark.parametrize(("bits", "full_range"), QUANTS.values(), ids=QUANTS)
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -64,13 +62,13 @@ def quantize_both(x: Tensor, quant: QuantSpec) -> None:
 # --- numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale_dtype", FLOATS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("width", [24, 33, 80, 128, 256])
-@OF_QUANT
-def test_codes_of_every_group(
-    bits: int, full_range: bool, width: int, dtype: torch.dtype, scale_dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("quant", "width", "dtype", "scale_dtype"),
+    pairwise([*QUANTS], [24, 33, 80, 128, 256], FLOATS, FLOATS),
+    ids=str,
+)
+def test_codes_of_every_group(quant: str, width: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    bits, full_range = QUANTS[quant]
     rng = generator(width)
     x = torch.randn(5, 3, width, generator=rng) * 10.0 ** (torch.rand(5, 3, 1, generator=rng) * 12 - 7)
     x[0, 0] = 0.0
@@ -197,8 +195,8 @@ def test_casts_round_ties_to_even(cache: torch.dtype) -> None:
 # --- places -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", ALL_AXES)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+# Layouts say where, kinds how: with each layout a kind of each number of bits.
+@pytest.mark.parametrize(("axes", "kind"), a_few_each(ALL_AXES, KINDS, 6), ids=str)
 def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> None:
     ours, theirs = twins(axes, kind, heads=3, head_dim=16, value_dim=16 if "2" in axes.split() else 32)
     dtype = torch.bfloat16 if kind.bits or kind.dtype in FLOATS else kind.dtype

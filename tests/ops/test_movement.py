@@ -6,6 +6,7 @@ import pytest
 import torch
 from ops.pools import ALL_AXES, FULL4, INT4, INT8, PLAIN, Kind, Pool, as_integers, make_pool, new_tokens
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
+from oracles.pairs import pairwise
 
 from kvloom import KVView, ops
 from kvloom.errors import ArgumentError, ShapeError
@@ -57,9 +58,7 @@ def assert_loads(pool: Pool, slots: list[int], dtype: torch.dtype, index: torch.
 # --- store and load -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", ALL_AXES)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
+@pytest.mark.parametrize(("axes", "kind", "strided"), pairwise(ALL_AXES, KINDS, [False, True]), ids=str)
 def test_store_writes_its_slots_and_no_other_byte(axes: str, kind: Kind, strided: bool) -> None:
     pool = make_pool(axes, kind, strided=strided)
     pool.check()
@@ -249,9 +248,11 @@ def fill(pool: Pool, slots: list[int]) -> None:
             pool.rows[part, slot] = row
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("target_axes", ["L 2 T H D", "B H S/2 D S%2", "2 B H S D", "B (H D/4) S D%4"])
-@pytest.mark.parametrize("source_axes", ALL_AXES)
+@pytest.mark.parametrize(
+    ("source_axes", "target_axes", "kind"),
+    pairwise(ALL_AXES, ["L 2 T H D", "B H S/2 D S%2", "2 B H S D", "B (H D/4) S D%4"], KINDS),
+    ids=str,
+)
 def test_copy_to_another_layout_keeps_every_byte(source_axes: str, target_axes: str, kind: Kind) -> None:
     source = make_pool(source_axes, kind, seed=1, strided=True)
     target = make_pool(target_axes, kind, seed=2, blocks=5, block_size=2, strided=True)
@@ -264,9 +265,7 @@ def test_copy_to_another_layout_keeps_every_byte(source_axes: str, target_axes: 
     target.check()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("axes", ALL_AXES)
-@pytest.mark.parametrize("shift", [1, -1], ids=["up", "down"])
+@pytest.mark.parametrize(("shift", "axes", "kind"), pairwise([1, -1], ALL_AXES, KINDS), ids=str)
 def test_overlapping_copy_reads_before_it_writes(axes: str, kind: Kind, shift: int) -> None:
     pool = make_pool(axes, kind)
     fill(pool, list(range(12)))

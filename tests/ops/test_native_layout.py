@@ -12,6 +12,7 @@ from ops.cases import codes
 from ops.native import native
 from ops.pools import Kind
 from oracles.bits import assert_same_bits, generator
+from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom import ops
@@ -72,10 +73,13 @@ def test_store_and_load(kind: Kind, backend: str) -> None:
         assert_same_bits(x, y, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(("head_dim", "ratio"), [(64, 4), (128, 3), (192, 1), (320, 8)])
-def test_attention_has_the_bits_of_rows(kind: Kind, dtype: torch.dtype, head_dim: int, ratio: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "sizes"),
+    pairwise(KINDS, [torch.float32, torch.bfloat16, torch.float16], [(64, 4), (128, 3), (192, 1), (320, 8)]),
+    ids=str,
+)
+def test_attention_has_the_bits_of_rows(kind: Kind, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    head_dim, ratio = sizes
     case = make_case([1, 5, 1], [90, 70, 16], axes="B S H D", kind=kind, dtype=dtype, head_dim=head_dim,
                      ratio=ratio, page_size=16, block_size=16)  # fmt: skip
     expected = attend(case, Scores())
@@ -85,9 +89,11 @@ def test_attention_has_the_bits_of_rows(kind: Kind, dtype: torch.dtype, head_dim
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS[::2], ids=str)
-@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 48, 256])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "page_size"),
+    pairwise(KINDS[::2], [torch.float32, torch.bfloat16], [1, 3, 8, 16, 24, 48, 256]),
+    ids=str,
+)
 def test_pages_of_any_size(kind: Kind, dtype: torch.dtype, page_size: int) -> None:
     """Pages that cut blocks of 16 apart are read all the same."""
     case = make_case([1, 40], [600, 131], axes="B S H D", kind=kind, dtype=dtype, head_dim=64,

@@ -21,7 +21,7 @@ INDICES = (torch.int32, torch.int64)
 CACHES = ("key_cache", "value_cache")
 
 
-def dtype_id(dtype: torch.dtype) -> str:
+def dtype_id(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvloom.models import bundled_model_path
 from kvloom.quant.affine import dequantize, quantize
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 
 def make_model(

@@ -49,3 +49,15 @@ def in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ..
 def pairs_in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Each value once, with cases of ``others`` in turn in which any two of their values meet."""
     return [(value, *rest) for value, rest in in_turn(values, pairwise(*others))]
+
+
+def a_few_each(values: Sequence[Any], others: Sequence[Any], count: int) -> list[tuple[Any, Any]]:
+    """Each value with so many of the others, from all parts of their list; all others in turn."""
+    if is_whole():
+        return list(itertools.product(values, others))
+    step = len(others) / count
+    return [
+        (value, others[(i + int(j * step)) % len(others)])
+        for i, value in enumerate(values)
+        for j in range(count)
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from integrations.models.test_families import EXPERTS, LATENT, MODES, SMALL, padded_prompts
+from integrations.models.test_families import EXPERTS, FOUR, LATENT, MODES, SMALL, padded_prompts
 from oracles.pairs import in_turn
 from oracles.stateful_models import CACHES_SEE_STATES
 from torch import Tensor, nn
@@ -50,13 +50,15 @@ SIZES = (
 
 OTHERS: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
-    "kimi_linear": {
+    "kimi_linear": FOUR
+    | {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mlp_layer_types": ["dense"] * 4,
         "linear_head_dim": 8,
         "linear_num_heads": 4,
     },
-    "bailing_hybrid": {
+    "bailing_hybrid": FOUR
+    | {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mlp_layer_types": ["dense"] * 4,
         "q_lora_rank": None,
@@ -73,8 +75,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8,
     },
-    "glm5_next": {"qk_rope_head_dim": 0, "index_kpool": 2, "linear_head_dim": 8, "linear_num_heads": 4},
-    "qwen4_exp": {
+    "glm5_next": FOUR
+    | {"qk_rope_head_dim": 0, "index_kpool": 2, "linear_head_dim": 8, "linear_num_heads": 4},
+    "qwen4_exp": FOUR
+    | {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
@@ -92,7 +96,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     },
     # Layers without positions, with the keys of another layer, and with the choice of another.
-    "mistral_large4": {
+    "mistral_large4": FOUR
+    | {
         "kv_source_layers": [0, 0, 2, 2],
         "no_rope_layers": [1, 1, 0, 0],
         "indexer_types": ["full", "shared", "full", "full"],

@@ -50,7 +50,7 @@ def lengths(cache: KVCache) -> list[int]:
 
 @pytest.mark.parametrize(("name", "new"), [("Llama", 5), ("Gemma2", 5), ("Mistral", 5), ("Mistral", 90)])
 def test_a_forward_that_broke_off_is_noticed_and_can_be_taken_back(name: str, new: int) -> None:
-    model = family(name, "eager")
+    model = family(name, "eager", num_hidden_layers=4)
     cache = KVCache.for_model(model, page_size=4)
     model(text(20), past_key_values=cache)
     expected = model(text(3, 2), past_key_values=cache.fork()).logits

@@ -27,7 +27,7 @@ SMALL = {
     "vocab_size": 99,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.3,  # so that greedy tokens do not repeat
@@ -50,26 +50,30 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+FOUR = {"num_hidden_layers": 4}
+"""Where layers differ, so that of each kind there are two with another between them."""
 # Name: config class, what differs from SMALL, how many layers kvloom keeps: all, and those with a window.
 FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "Llama": ("LlamaConfig", {}, 4, 0),
-    "Qwen2": ("Qwen2Config", {}, 4, 0),
-    "Qwen3": ("Qwen3Config", {"head_dim": 8}, 4, 0),
-    "Phi": ("PhiConfig", {}, 4, 0),
-    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4}, 4, 0),
-    "Mistral": ("MistralConfig", {"sliding_window": 8}, 4, 4),
-    "Gemma2": ("Gemma2Config", WINDOW, 4, 2),
-    "Gemma3": ("Gemma3TextConfig", WINDOW | {"sliding_window_pattern": 2}, 4, 2),
-    "gpt-oss": ("GptOssConfig", WINDOW | EXPERTS | {"num_local_experts": 4}, 4, 2),
+    "Llama": ("LlamaConfig", {}, 2, 0),
+    "Qwen2": ("Qwen2Config", {}, 2, 0),
+    "Qwen3": ("Qwen3Config", {"head_dim": 8}, 2, 0),
+    "Phi": ("PhiConfig", {}, 2, 0),
+    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, 2, 0),
+    "Mistral": ("MistralConfig", {"sliding_window": 8}, 2, 2),
+    "Gemma2": ("Gemma2Config", WINDOW | FOUR, 4, 2),
+    "Gemma3": ("Gemma3TextConfig", WINDOW | FOUR | {"sliding_window_pattern": 2}, 4, 2),
+    "gpt-oss": ("GptOssConfig", WINDOW | EXPERTS | FOUR | {"num_local_experts": 4}, 4, 2),
     "Llama4": (
         "Llama4TextConfig",
-        {"head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        FOUR
+        | {"head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
         4,
         3,
     ),
     "Gemma3n": (
         "Gemma3nTextConfig",
         WINDOW
+        | FOUR
         | {
             "num_kv_shared_layers": 1,
             "hidden_size_per_layer_input": 8,
@@ -85,6 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "Gemma4": (  # whose full layers have other heads
         "Gemma4TextConfig",
         WINDOW
+        | FOUR
         | {
             "num_kv_shared_layers": 1,
             "hidden_size_per_layer_input": 8,
@@ -100,6 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "Qwen3-Next": (
         "Qwen3NextConfig",
         LINEAR
+        | FOUR
         | {
             "head_dim": 8,
             "num_experts": 0,
@@ -121,7 +127,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
             "mamba_n_groups": 1,
             "mamba_chunk_size": 16,  # else 256, and each text is padded to that
         },
-        4,
+        2,
         0,
     ),
     "DeepSeek-V3": (
@@ -132,10 +138,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
             "n_routed_experts": 4,
             "n_group": 1,
             "topk_group": 1,
-            "first_k_dense_replace": 4,
+            "first_k_dense_replace": 2,
             "num_key_value_heads": 4,
         },
-        4,
+        2,
         0,
     ),
     # Windows have other heads, and values another head dim, than the configuration of all layers says.
@@ -143,6 +149,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
         "MiMoV2FlashConfig",
         WINDOW
         | EXPERTS
+        | FOUR
         | {
             "n_routed_experts": 4,
             "moe_intermediate_size": 16,
@@ -239,7 +246,7 @@ def test_layers_of_an_unknown_kind_are_named_in_a_warning(
     class Unknown(cache_utils.DynamicLayer):
         pass
 
-    model = family("Llama")
+    model = family("Llama", num_hidden_layers=4)
     layers = DynamicCache(config=model.config).layers
     layers[1] = Unknown()
     monkeypatch.setattr(layer_specs, "DynamicCache", lambda config: SimpleNamespace(layers=layers))
@@ -250,7 +257,7 @@ def test_layers_of_an_unknown_kind_are_named_in_a_warning(
 
 def test_layers_that_this_version_mistakes_for_attention_are_refused() -> None:
     model = family("Llama")
-    model.config.layer_types = ["full_attention", "unheard_of", "full_attention", "full_attention"]
+    model.config.layer_types = ["full_attention", "unheard_of"]
     with pytest.raises((UnsupportedError, KeyError), match="unheard_of"):
         KVCache.for_model(model)
 
@@ -264,7 +271,7 @@ def test_a_model_without_keys_is_refused() -> None:
 
 
 def test_a_model_with_a_cache_class_of_its_own_is_refused() -> None:
-    sizes = SMALL | {"num_local_experts": 2, "layer_types": ["full_attention", "linear_attention"] * 2}
+    sizes = SMALL | {"num_local_experts": 2, "layer_types": ["full_attention", "linear_attention"]}
     model = AutoModelForCausalLM.from_config(transformers.MiniMaxConfig(**sizes, head_dim=8))
     for refusing in (enable, KVCache.for_model):
         with pytest.raises(UnsupportedError, match="MiniMaxForCausalLM, which has a cache of its own"):
@@ -296,5 +303,5 @@ def test_states_that_no_layer_keeps_are_refused() -> None:
     for door in (KVCache.for_model, lambda model: KVPool.for_model(model, max_tokens=64)):
         with pytest.raises(UnsupportedError, match=r"^model must have layers that .* got 'recurrent'"):
             door(model)
-    model.config.layer_types = ["full_attention"] * 4
-    assert len(KVCache.for_model(model).layers) == 4
+    model.config.layer_types = ["full_attention"] * 2
+    assert len(KVCache.for_model(model).layers) == 2

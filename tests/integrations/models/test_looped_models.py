@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from integrations.models.test_families import MODES, SMALL, WINDOW, continued, padded_prompts
+from integrations.models.test_families import FOUR, MODES, SMALL, WINDOW, continued, padded_prompts
 from oracles.language_models import make_model
 from oracles.pairs import pairwise
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -24,12 +24,15 @@ KINDS = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "Dory": (
         "DoryConfig",
-        WINDOW | {"layer_types": KINDS, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3},
+        WINDOW
+        | FOUR
+        | {"layer_types": KINDS, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3},
         8,
     ),
     "Dory of one pass": (
         "DoryConfig",
         WINDOW
+        | FOUR
         | {
             "layer_types": KINDS,
             "n_input_layers": 1,
@@ -45,7 +48,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "Inkling 2 Loop": (
         "Inkling2LoopTextConfig",
-        {
+        FOUR
+        | {
             "head_dim": 8,
             "swa_head_dim": 8,
             "swa_num_attention_heads": 4,

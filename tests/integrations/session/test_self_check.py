@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from integrations.models.test_families import EXPERTS, FAMILIES, SMALL, family
+from integrations.models.test_families import EXPERTS, FAMILIES, FOUR, SMALL, family
 from oracles.batching import GREEDY, batching_config
 from oracles.language_models import kosmos, make_model
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -39,6 +39,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "Bart": (
         "BartConfig",
         HALF
+        | FOUR
         | {"d_model": 32, "decoder_ffn_dim": 48, "encoder_layers": 4, "decoder_layers": 4}
         | {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_key_value_heads": 4},
     ),

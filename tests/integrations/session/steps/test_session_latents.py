@@ -129,13 +129,13 @@ class Adapter(nn.Module):
 
 def adapt(model: Any) -> None:
     """Put an adapter around a projection of one layer."""
-    owner = model.model.layers[2].self_attn
+    owner = model.model.layers[1].self_attn
     owner.kv_b_proj = Adapter(owner.kv_b_proj)
 
 
 def hook(model: Any) -> None:
     """Let a hook change what a projection of one layer computes."""
-    model.model.layers[2].self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: 2 * out)
+    model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: 2 * out)
 
 
 CHANGES = {adapt: r"kv_b_proj is a \S+\.Adapter", hook: "kv_b_proj has hooks"}
@@ -144,7 +144,7 @@ CHANGES = {adapt: r"kv_b_proj is a \S+\.Adapter", hook: "kv_b_proj has hooks"}
 @pytest.mark.parametrize("change", list(CHANGES), ids=lambda change: change.__name__)
 def test_latents_that_must_be_expanded_are_refused_with_the_reason(change: Any) -> None:
     reason = r"^model must have layers whose latents can be attended to in place, got "
-    reason += rf"model\.layers\.2\.self_attn of DeepseekV3ForCausalLM: {CHANGES[change]}$"
+    reason += rf"model\.layers\.1\.self_attn of DeepseekV3ForCausalLM: {CHANGES[change]}$"
     model = family("deepseek_v3")
     change(model)
     with pytest.raises(UnsupportedError, match=reason):
