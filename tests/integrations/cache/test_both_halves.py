@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
 from kvloom import ops
-from kvloom.errors import ArgumentError, ShapeError, StateError
+from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import EncoderDecoderKVCache, KVCache, enable
 from kvloom.integrations.transformers.attention.crossed import CrossStates, attend_crossed
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
@@ -166,6 +166,36 @@ def test_changes_of_rows_are_those_of_transformers(kv: str, attention: str) -> N
             assert torch.equal(layer.keys + 0, other.keys)
             assert torch.equal(layer.values + 0, other.values)
             assert layer.keys.shape == other.keys.shape
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 3, 0, 1], [3, 0, 1, 2], [0, 0, 2, 2]])
+def test_assigned_keys_are_those_of_the_rows(order: list[int]) -> None:
+    """Of stored rows in any order; rows that share one cannot differ."""
+    cache, _ = filled(rows=2, repeats=2)
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    encoder = cache.cross_attention_cache
+    encoder.batch_select_indices(torch.tensor(order))
+    layer, rows = encoder.layers[0], torch.tensor(order) // 2
+    torch.manual_seed(1)
+    new = torch.randn(2, 4, 20, 8)[rows]
+    layer.keys = new
+    assert torch.equal(layer.keys + 0, new)
+    with pytest.raises(UnsupportedError, match="cannot be changed in place"):
+        layer.values[1] = 0
+    with pytest.raises(UnsupportedError, match=r"^keys must be equal in rows that share"):
+        layer.keys = torch.randn(4, 4, 20, 8)
+    with pytest.raises(ShapeError, match=r"^values must be \[B, H, N, D\] with B=4, got \[2, 4, 20, 8\]$"):
+        layer.values = new[:2]
+    assert torch.equal(layer.keys + 0, new)
+
+
+def test_values_of_rows_in_another_order_are_written_in_place() -> None:
+    cache, pairs = filled(rows=3)
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    cache.cross_attention_cache.batch_select_indices(torch.tensor([2, 0, 1]))
+    layer, expected = cache.cross_attention_cache.layers[0], pairs[0][1][[2, 0, 1]]
+    layer.values[1, :, 3] = expected[1, :, 3] = 7
+    assert torch.equal(layer.values + 0, expected)
 
 
 def test_pages_of_an_encoder_that_no_row_needs_are_free() -> None:
@@ -390,6 +420,34 @@ def test_halves_of_different_batches_are_not_changed() -> None:
     cache.update(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8), 0)
     with pytest.raises(StateError, match=r"must have the 2 rows of the encoder, got 3$"):
         cache.reorder_cache(torch.tensor([0, 0, 0]))
+
+
+def test_the_legacy_format_has_both_halves() -> None:
+    cache, pairs = filled(repeats=2)
+    assert cache.to_legacy_cache() == ()
+    own = [tuple(torch.randn(2, 4, 4, 3, 8).unbind(0)) for _ in pairs]
+    for i, pair in enumerate(own):
+        cache.update(*pair, i)
+    legacy, given = cache.to_legacy_cache(), [(*a, *b) for a, b in zip(own, pairs, strict=True)]
+    for found, expected in zip(legacy, given, strict=True):
+        assert all(map(torch.equal, found, expected))
+    copied: Any = KVCache.from_legacy_cache(legacy, family("Bart"))
+    assert isinstance(copied, EncoderDecoderKVCache)
+    assert (copied.get_seq_length(), copied.cross_attention_cache.get_seq_length()) == (3, 20)
+    assert copied.is_updated == {0: True, 1: True}
+    assert copied.nbytes == cache.nbytes  # rows share the encoder's
+    if hasattr(EncoderDecoderCache, "from_legacy_cache"):
+        assert EncoderDecoderCache.from_legacy_cache(legacy).to_legacy_cache()[1][3].shape == (4, 4, 20, 8)
+
+
+def test_what_is_no_legacy_format_of_both_halves_is_refused() -> None:
+    pair, model = (torch.zeros(2, 4, 3, 8),) * 2, family("Bart")
+    with pytest.raises(ArgumentError, match=r"^model must be given, and attend to an encoder, .* got none$"):
+        KVCache.from_legacy_cache([pair * 2])
+    with pytest.raises(ArgumentError, match=r"in every layer or in none, got 1 of 2$"):
+        KVCache.from_legacy_cache([pair * 2, pair], model)
+    with pytest.raises(ArgumentError, match=r"one number of rows, got \[2, 1\]$"):
+        KVCache.from_legacy_cache([(*pair, pair[0][:1], pair[0][:1])], model)
 
 
 def test_the_encoder_of_a_cache_is_not_replaced() -> None:

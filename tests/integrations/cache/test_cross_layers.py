@@ -215,6 +215,27 @@ def test_rows_share_a_picture_until_another_differs(attention: str) -> None:
     assert torch.equal(fork.layers[3].keys + 0, both)
 
 
+@pytest.mark.parametrize("attention", ["kvloom", "sdpa"])
+@pytest.mark.parametrize("order", [[2, 0, 1], [1, 1, 0], [2, 1]])
+def test_another_picture_follows_rows_in_any_order(attention: str, order: list[int]) -> None:
+    model = mllama()
+    model.set_attn_implementation(attention)
+    cache: Any = KVCache.for_model(model, page_size=4)
+    torch.manual_seed(0)
+    first, second = torch.randn(2, 3, 2, 5, 8).unbind(0)
+    second = second[: len(order)]
+    for number in (1, 3):
+        cache.update(first, -first, number)
+    cache.reorder_cache(torch.tensor(order))
+    both = torch.cat([first[order], second], 2)
+    for number in (1, 3):
+        keys, values = cache.update(second, -second, number)
+        assert torch.equal(keys + 0, both)
+        assert torch.equal(values + 0, -both)
+    cache.layers[1].keys = both.flip(0)
+    assert torch.equal(cache.layers[1].keys + 0, both.flip(0))
+
+
 def test_a_picture_of_a_broken_forward_is_removed_with_its_text() -> None:
     model = mllama()
     expected = two_questions(model, KVCache.for_model(model, page_size=4))

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from kvloom.caches import CacheFormat, PagedLayer, Pages, Sequences
+from kvloom.caches.layers.assigning import SIDES
+from kvloom.caches.layers.read_only import ReadOnly, WrittenBack
+from kvloom.core.checks import expect
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import OutOfPages, StateError
+from kvloom.errors import OutOfPages, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates
 from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
@@ -54,9 +57,28 @@ class EncoderLayer(KVCacheLayer):
         pair = super().gathered()
         return None if pair is None else (self.sources.spread(pair[0]), self.sources.spread(pair[1]))
 
+    def _assign(self, side: int, x: Tensor | None) -> None:
+        rows = getattr(self, "sources", Sources()).rows
+        if x is not None and rows:
+            sizes = expect(SIDES[side], x, "B H N D")
+            if sizes["B"] != len(rows):
+                raise ShapeError(f"{SIDES[side]} must be [B, H, N, D] with B={len(rows)}, got {[*x.shape]}")
+            if not self.sources.fit(x, x):
+                raise UnsupportedError(
+                    f"{SIDES[side]} must be equal in rows that share those of an encoder, got others for "
+                    f"rows {rows}"
+                )
+            x = self.sources.taken(x)
+        super()._assign(side, x)
+
     def _side(self, side: int) -> Any:
-        if self._dtype is None or not self.is_in_place or self.pages.assignment.get(side) is not None:
-            return super()._side(side)
+        waiting = self.pages.assignment.get(side)
+        if waiting is not None:
+            return self.sources.spread(waiting)
+        if self._dtype is None or not self.is_in_place:
+            x = super()._side(side)
+            # A write to a row would be one to all that share it.
+            return ReadOnly.of(x) if self.sources.are_shared and isinstance(x, WrittenBack) else x
         pair, self._pair = self._pair, None
         if pair is None or side == 0:
             pair = CrossStates.of(self.pages.stored(), self._dtype, self.sources)

@@ -154,6 +154,11 @@ class EncoderDecoderKVCache(CrossedKVCache, _Whole):  # type: ignore[misc]
         fork._encoder, fork.is_updated = self._encoder.fork(), {**self.is_updated}
         return fork
 
+    def to_legacy_cache(self) -> Any:
+        """Key and value of each layer, as ``KVCache.to_legacy_cache``, and those of the encoder behind."""
+        own, of_encoder = super().to_legacy_cache(), self._encoder.to_legacy_cache()
+        return tuple((*a, *b) for a, b in zip(own, of_encoder, strict=True)) if own and of_encoder else own
+
     @whole
     def reset(self) -> None:
         """Forget all tokens and the encoder; the next ones may be of another batch size."""
@@ -197,10 +202,18 @@ class PictureLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys ``[B, H, N, D]``; ``None`` without a picture."""
         return self.own.keys
 
+    @keys.setter
+    def keys(self, keys: Tensor) -> None:
+        self.own.keys = keys
+
     @property
     def values(self) -> Any:
         """Values ``[B, H, N, D]``; ``None`` without a picture."""
         return self.own.values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self.own.values = values
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""

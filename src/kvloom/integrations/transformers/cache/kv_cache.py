@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, SupportsIndex
+from typing import Any, ClassVar, Final, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kvloom.integrations.transformers.cache.changes import (
 )
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States, num_kept
-from kvloom.integrations.transformers.cache.legacy import expect_pairs, legacy_pairs, plain_layers
+from kvloom.integrations.transformers.cache.legacy import legacy_pairs, plain_layers, split_halves
 from kvloom.integrations.transformers.cache.lengths import (
     counts_of_rows,
     expect_maskable,
@@ -143,7 +143,8 @@ class KVCache(StatefulCache):
         """A cache of copies of ``(key, value)`` pairs ``[B, H, N, D]``, one pair for each layer.
 
         Args:
-            past_key_values: The pairs; ``None`` for none.
+            past_key_values: The pairs; ``None`` for none. Of a model that attends to an encoder a layer may
+                have four tensors, of which the last two are the encoder's.
             model: As ``for_model``. Without it every layer keeps all tokens, as in a ``DynamicCache`` without
                 a model, and ``update`` returns tensors.
             options: The other arguments of ``for_model``.
@@ -152,16 +153,24 @@ class KVCache(StatefulCache):
             ArgumentError: the pairs do not have one length or do not fit the layers of ``model``, or as
                 ``for_model``.
         """
-        pairs = expect_pairs(past_key_values or ())
+        pairs, of_encoder = split_halves(past_key_values or ())
         is_known = model is not None
-        cache = cls.for_model(model, **options) if is_known else cls(plain_layers(pairs, **options))
+        cache: Any = cls.for_model(model, **options) if is_known else cls(plain_layers(pairs, **options))
+        if of_encoder and not hasattr(cache, "cross_attention_cache"):
+            raise ArgumentError(
+                f"model must be given, and attend to an encoder, for keys of an encoder, got "
+                f"{'none' if model is None else type(model).__name__}"
+            )
         if len(pairs) > len(cache.layers):
             raise ArgumentError(
                 f"past_key_values must be of the {len(cache.layers)} layers of model, got {len(pairs)}"
             )
         for layer_idx, (key, value) in enumerate(pairs):
             cache.update(key, value, layer_idx)
-        return cache
+        for layer_idx, (key, value) in enumerate(of_encoder):
+            cache.cross_attention_cache.update(key, value, layer_idx)
+            cache.is_updated[layer_idx] = True
+        return cast(KVCache, cache)
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only the last tokens.

@@ -30,7 +30,7 @@ from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
-from kvloom.integrations.transformers.session.drafts import expect_drafts, expect_verifiable
+from kvloom.integrations.transformers.session.drafts import expect_drafts
 from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
@@ -112,7 +112,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         drafts: str | None = None,
     ) -> None:
         expect_policy(policy)
-        expect_drafts(model, drafts, wish)
+        expect_drafts(model, drafts, wish, generation_config or model.generation_config)
         self._wish, self._store, self._drafts = wish, store, drafts
         self._identity: tuple[str, Any] | None = None
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
@@ -130,10 +130,6 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
         generation = deepcopy(generation_config or model.generation_config)
-        if drafts is not None and generation.do_sample:
-            raise UnsupportedError(
-                "drafts must be None with do_sample, whose random numbers are those of all requests together"
-            )
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
         self._cache: BatchCache | None = None
@@ -153,13 +149,6 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         configs = {"generation_config": generation, "continuous_batching_config": config}
         with text_apart(self, generation):
             super().__init__(model=stepped, workload_hints=workload_hints, **configs)
-        if drafts is not None:
-            try:
-                expect_verifiable(model)
-            except UnsupportedError:
-                self.release()
-                model.set_attn_implementation(self._original_attn_impl or IMPLEMENTATION)
-                raise
         self.model = model
         self.stepped: Any = model
         """Model that each step calls; may be replaced before a session begins, to see its logits."""
