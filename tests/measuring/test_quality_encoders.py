@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from integrations.models.test_encoder_decoder_families import family, inputs
 from oracles.language_models import FakeQuantCache, FakeQuantCache4
 from torch import Tensor
@@ -142,6 +143,9 @@ def test_errors_of_heads_are_of_one_half_of_one_layer(name: str, attention: str)
     assert row.encoder_head_errors[worst[0]][worst[1]] == worst[2]
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers, "T5Gemma2ForConditionalGeneration"), reason="no model attends to both at once"
+)
 def test_attention_to_both_halves_at_once_has_one_error() -> None:
     name = "T5Gemma2ForConditionalGeneration"
     rows = kvloom.quality(family(name), texts_of(), ["auto", INT4], encoder_inputs=inputs(name), chunk=CHUNK)

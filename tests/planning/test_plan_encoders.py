@@ -26,10 +26,13 @@ from kvloom.cli import main
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT, as_argument
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.planning.model import ModelShape
 from kvloom.planning.plan import kinds_for
 
-KEEP_EXPERTS_BY_NAME = {"NllbMoeForConditionalGeneration", "SwitchTransformersForConditionalGeneration"}
+KEEP_EXPERTS_BY_NAME = {"SwitchTransformersForConditionalGeneration"}
+if not IS_4:
+    KEEP_EXPERTS_BY_NAME.add("NllbMoeForConditionalGeneration")
 """Which a forward without data cannot look up."""
 READ_NOTHING = {"Pop2PianoForConditionalGeneration"}
 """Whose features only a ``generate`` of its own gives to its encoder."""
@@ -46,7 +49,7 @@ def _no_gradients() -> Any:
 
 def read(model: Any, cache: Any, num_inputs: int, beams: int, num_read: int, context: int) -> Any:
     """Fill a cache as ``generate`` does, which repeats what the encoder made."""
-    width = getattr(model.get_encoder(), "config", model.config).get_text_config().hidden_size
+    width = getattr(model.get_encoder(), "config", model.config).hidden_size
     states = torch.randn(num_inputs, num_read, width).repeat_interleave(beams, 0)
     ids = torch.ones(num_inputs * beams, context, dtype=torch.int64)
     encoded = BaseModelOutput(last_hidden_state=states)

@@ -12,7 +12,7 @@ from kvloom.integrations.transformers.models.positions import encoder_positions_
 def run_decoder(model: Any, cache: Any) -> None:
     """Let a model on the meta device read one token, beside one token of its encoder, which is not run."""
     config = _encoder_config(model)
-    width = config.get_text_config().hidden_size
+    width = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     encoded = BaseModelOutput(last_hidden_state=torch.empty(1, 1, width, dtype=model.dtype))
     encoded.attention_mask = None  # which those of audio have
     given = {"encoder_outputs": encoded, "use_cache": True, **as_argument(model, cache)}
