@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.models.test_encoder_decoder_families import family, inputs
-from oracles.language_models import FakeQuantCache4
+from oracles.language_models import FakeQuantCache, FakeQuantCache4
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -21,7 +21,7 @@ from kvloom.integrations.transformers.models.cache_argument import as_argument
 from kvloom.measuring.quality import Peer
 
 CHUNK = 4
-INT4 = "int4:g4,rotate=none,recent=0,smooth=none"
+INT4, INT8 = "int4:g4,rotate=none,recent=0,smooth=none", "int8:g4,smooth=none"
 BART, T5, WHISPER = (f"{x}ForConditionalGeneration" for x in ("Bart", "T5", "Whisper"))
 
 
@@ -109,13 +109,13 @@ def outputs_of(model: Any, given: dict[str, Any], texts: Tensor, cache: Any, lay
     return torch.cat(seen, dim=1).unflatten(-1, (4, -1)).double()
 
 
-class OneLayerRounded(Rounded):
-    """Rounds one layer and keeps the others as they are."""
+class OneLayerRounded(FakeQuantCache):
+    """Rounds one layer to 8 bits, as both halves are, and keeps the others as they are."""
 
-    rounded = 0
+    rounded, group = 0, 4
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        update = Rounded.update if layer_idx == self.rounded else DynamicCache.update
+        update = FakeQuantCache.update if layer_idx == self.rounded else DynamicCache.update
         return update(self, key, value, layer_idx, *args, **kwargs)
 
 
@@ -124,7 +124,7 @@ class OneLayerRounded(Rounded):
 def test_errors_of_heads_are_of_one_half_of_one_layer(name: str, attention: str) -> None:
     model, given, texts = family(name), inputs(name), texts_of()
     model.set_attn_implementation(attention)
-    stock, row = kvloom.quality(model, texts, [INT4], encoder_inputs=given, chunk=CHUNK)
+    stock, row = kvloom.quality(model, texts, [INT8], encoder_inputs=given, chunk=CHUNK)
     assert (stock.head_errors, stock.encoder_head_errors, stock.worst_encoder_head) == ({}, {}, None)
     assert model.config._attn_implementation == attention
     for part, found in (("self_attn", row.head_errors), ("encoder_attn", row.encoder_head_errors)):

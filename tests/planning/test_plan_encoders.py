@@ -273,8 +273,7 @@ def test_models_that_cannot_be_planned_are_named(name: str) -> None:
         kvloom.plan(config, context=9, encoder_tokens=9)
 
 
-def test_pictures_beside_the_cache_are_refused() -> None:
-    """Mllama's layers of pictures stay in transformers' storage, which is not planned."""
+def test_layers_of_pictures_are_refused() -> None:
     from integrations.cache.test_cross_layers import mllama
 
     with pytest.raises(UnsupportedError, match=r"^config must .*, got keys and values of pictures in Mllama"):

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, content_of, enable
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.versions import IS_4
 
 OF_EACH_KIND = (
     "T5ForConditionalGeneration", "WhisperForConditionalGeneration", "CanaryForConditionalGeneration",
@@ -21,6 +22,8 @@ OF_EACH_KIND = (
     "SwitchTransformersForConditionalGeneration", "T5GemmaForConditionalGeneration",
 )  # fmt: skip
 """Inputs of tokens, audio and pictures; encoders that return masks; one token; equal rows; experts."""
+REFUSED = TAKE_NONE | ({"SwitchTransformersForConditionalGeneration"} if IS_4 else set())
+"""The last needs what its own encoder says of its experts, without which it cannot be tried."""
 READS_AGAIN = "CohereAsrForConditionalGeneration"
 START = torch.tensor([[1], [1]])
 LENGTH = 9
@@ -58,7 +61,7 @@ def found_tokens(pool: KVPool, given: dict[str, Any], ids: Tensor = START, **opt
     return int(cache.cross_attention_cache.get_seq_length())
 
 
-@pytest.mark.parametrize("name", [x for x in OF_EACH_KIND if x in NAMES and x not in TAKE_NONE])
+@pytest.mark.parametrize("name", [x for x in OF_EACH_KIND if x in NAMES and x not in REFUSED])
 def test_a_second_decoding_needs_no_encoder(name: str) -> None:
     model, given = family(name), inputs(name)
     expected = generated(model, given)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
 from kvloom.caches import CacheFormat
 from kvloom.caches.prefixes.group import PrefixGroup
@@ -46,6 +47,10 @@ class EncoderDecoderPoolCache(PoolCache, EncoderDecoderKVCache):
     def is_assigned(self) -> bool:
         """Whether keys or values of a layer of either half were assigned."""
         return super().is_assigned or any(any(x.num_assigned) for x in self.cross_attention_cache.layers)
+
+    def is_encoder(self, module: nn.Module) -> bool:
+        """Whether a module is the encoder of the model, if the cache belongs to a pool."""
+        return self.origin is not None and self.origin.is_encoder(module)
 
     def before_forward(self, inputs: Mapping[str, Any]) -> None:
         """Check that the content of the cache says what the encoder reads, and note what it returned.

@@ -155,10 +155,13 @@ def _feed_pieces(
 def _inputs_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Mapping[str, Any], PoolCache | None]:
-    """Arguments of a forward by their names, and the cache among them if a pool began it."""
+    """Arguments of a forward by their names, and the cache among them if a pool began it.
+
+    ``generate`` of transformers 4 gives the cache to an encoder, too, which leaves it alone.
+    """
     if torch.compiler.is_compiling():
         return kwargs, None
     kind: Any = type(module)
     inputs = dict(zip(parameters_of(kind), args, strict=False)) | kwargs if args else kwargs
     cache = given_cache(inputs)
-    return inputs, cache if isinstance(cache, PoolCache) else None
+    return inputs, cache if isinstance(cache, PoolCache) and not cache.is_encoder(module) else None

@@ -90,6 +90,11 @@ class Origin:
         """Scope of each row's pages in a store, without the state, which is in the fingerprint."""
         return [scope_of(self.salt, x, self.frequencies) for x in self.contents]
 
+    def is_encoder(self, module: nn.Module) -> bool:
+        """Whether a module is the encoder of the model."""
+        model: Any = self._watch.model
+        return module is model.get_encoder()
+
     def refuses(self) -> str:
         """Why nobody may find the pages now; empty if they may be found."""
         return self.refusal or ("" if self._watch.is_unchanged_since(self.state) else _CHANGED)
@@ -273,6 +278,10 @@ class PoolCache(KVCache):
         for layer in self._own_layers:
             layer.lazy_initialization(states)
             layer.is_found = True
+
+    def is_encoder(self, module: nn.Module) -> bool:
+        """Whether a module is the encoder of its model."""
+        return False
 
     def before_forward(self, inputs: Mapping[str, Any]) -> None:
         """Note the inputs of a forward that are not of tokens."""

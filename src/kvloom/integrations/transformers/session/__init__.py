@@ -17,7 +17,7 @@ from kvloom.integrations.transformers.cache.trial import why_wrong_in_pieces
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.text_config import has_latents, names_rank, text_config_of
-from kvloom.integrations.transformers.session.drafts import expect_drafts
+from kvloom.integrations.transformers.session.drafts import expect_drafts, expect_verifiable
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.session.requests.groups import stateful_layers_of
 from kvloom.integrations.transformers.versions import IS_4, OLDEST
@@ -180,13 +180,11 @@ class _Init:
             kept.switch_to_cb_friendly_attn(self._model)
             return kept
         expect_same_logits(self._model)  # the model may have other weights or another dtype by now
-        return BatchingManager(
-            self._model,
-            generation_config,
-            continuous_batching_config,
-            workload_hints,
-            **self._options,
-        )
+        configs = generation_config, continuous_batching_config, workload_hints
+        manager = BatchingManager(self._model, *configs, **self._options)
+        if self._options["drafts"] is not None:
+            expect_verifiable(manager)
+        return manager
 
 
 def expect_served(model: PreTrainedModel) -> None:

@@ -30,7 +30,7 @@ from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
-from kvloom.integrations.transformers.session.drafts import expect_drafts, expect_verifiable
+from kvloom.integrations.transformers.session.drafts import expect_drafts
 from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
@@ -42,7 +42,6 @@ from kvloom.integrations.transformers.session.requests.groups import (
     token_layers_of,
 )
 from kvloom.integrations.transformers.session.requests.prompt import SALT, TURN, AgentTurn
-from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
 from kvloom.integrations.transformers.session.stand_ins import Attending
 from kvloom.integrations.transformers.session.steps.drafted import VerifyingProcessor
@@ -113,7 +112,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         drafts: str | None = None,
     ) -> None:
         expect_policy(policy)
-        expect_drafts(model, drafts, wish)
+        expect_drafts(model, drafts, wish, generation_config or model.generation_config)
         self._wish, self._store, self._drafts = wish, store, drafts
         self._identity: tuple[str, Any] | None = None
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
@@ -131,10 +130,6 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
         generation = deepcopy(generation_config or model.generation_config)
-        if drafts is not None and generation.do_sample:
-            raise UnsupportedError(
-                "drafts must be None with do_sample, whose random numbers are those of all requests together"
-            )
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
         self._cache: BatchCache | None = None
@@ -154,13 +149,6 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         configs = {"generation_config": generation, "continuous_batching_config": config}
         with text_apart(self, generation):
             super().__init__(model=stepped, workload_hints=workload_hints, **configs)
-        if drafts is not None:
-            try:
-                expect_verifiable(model)
-            except UnsupportedError:
-                self.release()
-                model.set_attn_implementation(self._original_attn_impl or IMPLEMENTATION)
-                raise
         self.model = model
         self.stepped: Any = model
         """Model that each step calls; may be replaced before a session begins, to see its logits."""
@@ -261,38 +249,14 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         of_layers["smoothing"] = self._smoothing
         if cache is None:
             return BatchReport(self._kv, self._format.page_size, **of_layers)
-        scheduler, requests = None if processor is None else processor.scheduler, cache.requests
-        prefixes, pool = requests.prefixes, requests.pages.pool
-        with requests.lock:
-            states = requests.page_map().states
-            return BatchReport(
-                kv=self._kv,
-                page_size=cache.tokens_per_page,
-                page_bytes=cache.bytes_per_sector,
-                max_pages=cache.max_pages,
-                num_pages=pool.num_pages,
-                free=pool.num_free,
-                active=pool.num_active,
-                evictable=pool.num_evictable,
-                shared=states.count("shared"),
-                kept=states.count("kept"),
-                waiting=0 if scheduler is None else len(scheduler.waiting_requests),
-                running=0 if scheduler is None else len(scheduler.active_requests),
-                finished=requests.num_finished,
-                preemptions=requests.num_preempted,
-                tokens_asked=requests.num_asked,
-                tokens_found=requests.num_found,
-                steps=cache.steps.num_steps,
-                tokens_computed=cache.steps.num_tokens,
-                tokens_drafted=cache.steps.num_drafted,
-                tokens_accepted=cache.steps.num_accepted,
-                window_bytes=sum(group.pages.nbytes for group in cache.codes[1:]),
-                recent_bytes=sum(group.pages.nbytes for group in cache.residuals),
-                state_bytes=nbytes_of(requests.states),
-                found_state_bytes=0 if prefixes.states is None else prefixes.states.nbytes,
-                store={} if prefixes.reads is None else prefixes.reads.report(),
-                **of_layers,
-            )
+        scheduler = None if processor is None else processor.scheduler
+        return BatchReport(
+            kv=self._kv,
+            waiting=0 if scheduler is None else len(scheduler.waiting_requests),
+            running=0 if scheduler is None else len(scheduler.active_requests),
+            **cache.counts(),
+            **of_layers,
+        )
 
     @property
     def most_positions(self) -> int | None:

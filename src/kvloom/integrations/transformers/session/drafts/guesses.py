@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvloom.integrations.transformers.session.drafts.lookup import Lookup
+from kvloom.integrations.transformers.session.drafts.text_lookup import TextLookup
 
 _FADING: Final = 0.9
 """Weight of what was guessed before the last step, relative to the step before it."""
@@ -40,7 +40,7 @@ class Guesses:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._lookup, self._num_prompt = Lookup(prompt), len(prompt)
+        self._lookup, self._num_prompt = TextLookup(prompt), len(prompt)
         self._of_lookup, self._of_forced = _Judged(), _Judged()
         self._newest: list[int] = []
         self._kind = self._of_lookup

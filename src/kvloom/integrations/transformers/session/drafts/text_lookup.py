@@ -1,4 +1,4 @@
-"""``Lookup``: guesses the next tokens of a text from its earlier ones.
+"""``TextLookup``: guesses the next tokens of a text from its earlier ones.
 
 Shapes: N tokens of the text.
 """
@@ -20,7 +20,7 @@ _FACTORS: Final = 0x2545F491, 0x1B873593, 0x19D699A5
 """Factors of the newest token and of those before it; sums of products with ids of 31 bits fit into int64."""
 
 
-class Lookup:
+class TextLookup:
     """Index of a text that finds where its last tokens came before, in constant time and memory for a token.
 
     As in LZ77, each place has the number of the place before it in its bucket, and buckets are those of the
