@@ -189,6 +189,21 @@ def test_assigned_keys_are_those_of_the_rows(order: list[int]) -> None:
     assert torch.equal(layer.keys + 0, new)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_write_to_what_attention_reads_is_to_one_row(rows: int) -> None:
+    """Of rows that share one; the cache is unchanged."""
+    cache, pairs = filled(rows=rows, repeats=2)
+    cache._own_layers[0]._config._attn_implementation = "kvloom"
+    layer = cache.cross_attention_cache.layers[0]
+    keys, values = layer.keys, layer.values
+    expected = pairs[0][0].clone()
+    keys[1], expected[1] = 0, 0
+    assert torch.equal(keys + 0, expected)
+    assert torch.equal(values + 0, pairs[0][1])
+    assert not keys.is_pair_of(values)
+    assert torch.equal(layer.keys + 0, pairs[0][0])
+
+
 def test_values_of_rows_in_another_order_are_written_in_place() -> None:
     cache, pairs = filled(rows=3)
     cache._own_layers[0]._config._attn_implementation = "eager"

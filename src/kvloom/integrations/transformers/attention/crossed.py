@@ -166,7 +166,18 @@ class CrossStates(LazyStates):
 
     def gather(self) -> Tensor:
         """Gather the tensor, dequantized, for each row."""
-        return self.sources.spread(super().gather())
+        keys = self if self._key_states is None else self._key_states
+        gathered = super().gather()
+        return gathered if keys.is_written else self.sources.spread(gathered)
+
+    def __setitem__(self, where: Any, x: Any) -> None:
+        """Write to a gathered copy of all rows, which attention then reads; the cache is unchanged."""
+        keys = self if self._key_states is None else self._key_states
+        if not keys.is_written:
+            key, value = map(self.sources.spread, replace(self.tokens, rows=None).gather(keys.dtype))
+            keys._gathered = key.contiguous(), value.contiguous()  # rows of one stored row are views of it
+            keys.is_written = True
+        super().__setitem__(where, x)
 
 
 def attend_crossed(
