@@ -42,7 +42,7 @@ def test_references_outside_of_tables_are_counted() -> None:
     scene = Scene()
     held = scene.tree.match([1, 2, 7, 8])
     check(scene.pool, scene.tree, [scene.table], held)
-    with pytest.raises(StateError, match="page 0 has count 4, and 2 references"):
+    with pytest.raises(StateError, match="page 0 must count its 2 references, got 4"):
         scene.check()
 
 
@@ -87,44 +87,54 @@ def node_of(scene: Scene, page: int) -> int:
 
 TWO = b"12345678" * 2
 DAMAGE: dict[str, Callable[[Scene], object]] = {
-    "page 2 has count 2, and 1 references": lambda s: add_count(s, 2, 1),
-    "page 1 has count 0, and 1 references": lambda s: add_count(s, 1, -1),
-    "page 3 has count 1, and 0 references": lambda s: add_count(s, 3, 1),
-    "page 7 has count 1, and 0 references": lambda s: add_count(s, 7, 1),
-    r"free are \[4, 5, 6, 7\], listed as free \[5, 6, 7\]": lambda s: s.pool._rings.pop(FREE, 1),
-    r"free are \[4, 5, 6, 7\], listed as free \[2, 4, 5, 6, 7\]": lambda s: s.pool._rings.add(FREE, [2]),
-    r"free are \[4, 5, 6, 7\], listed as free \[4, 5, 6, 7\], counted 5": lambda s: setattr(
+    "page 2 must count its 1 references, got 2": lambda s: add_count(s, 2, 1),
+    "page 1 must count its 1 references, got 0": lambda s: add_count(s, 1, -1),
+    "page 3 must count its 0 references, got 1": lambda s: add_count(s, 3, 1),
+    "page 7 must count its 0 references, got 1": lambda s: add_count(s, 7, 1),
+    r"free pages must be \[4, 5, 6, 7\], got \[5, 6, 7\]": lambda s: s.pool._rings.pop(FREE, 1),
+    r"free pages must be \[4, 5, 6, 7\], got \[2, 4, 5, 6, 7\]": lambda s: s.pool._rings.add(FREE, [2]),
+    r"free pages must be \[4, 5, 6, 7\], got \[4, 5, 6, 7\], counted as 5": lambda s: setattr(
         s.pool, "num_free", 5
     ),
-    r"page 0 is at \(0, 0\), but extent 0 has page 7 there": lambda s: s.pool._extents[0].reverse(),
-    r"evictable are \[3\], listed \[\]": lambda s: s.pool._rings.remove([3]),
-    r"evictable are \[3\], listed \[1, 3\]": lambda s: s.pool._rings.add(IDLE, [1]),
-    r"evictable are \[3\], listed \[3\], counted 0": lambda s: setattr(s.pool, "num_evictable", 0),
-    "1 is before 4, which comes after 5": lambda s: s.pool._rings.before.__setitem__(4, 1),
-    r"sealed are \[0, 1, 2, 3\], in the tree": lambda s: set_flag(s, 2, SEALED),
-    r"sealed are \[0, 1\], in the tree": lambda s: s.pool._flags.__setitem__(3, TAKEN),
-    r"sealed are \[0, 1, 3\], in the tree \[0, 0, 1, 3\]": lambda s: add_node(s, 0),
-    "a node of 0 children has no page": lambda s: add_node(s, -1),
-    "has 2 children, and counts 3": lambda s: s.tree._nodes.num_children.__setitem__(node_of(s, 0), 3),
-    "is the root of no salt": lambda s: s.tree._nodes._roots.clear(),
-    "preferred is page 7": lambda s: set_flag(s, 7, PREFERRED),
-    "preferred is page 3, which has been passed": lambda s: set_flag(s, 3, GONE_BY),
-    "page 1 of node 2 leads to node 3": lambda s: swap(s.tree._nodes._node_of, 1, 3),
-    "page 3 is found by 3 bytes of tokens": lambda s: rekey(s, 3, node_of(s, 0), b"odd"),
-    "page 3 is found by other tokens": lambda s: s.tree._nodes._tokens.__setitem__(node_of(s, 3), TWO),
-    r"nodes are \[1, 2, 3\], in the table \[1, 2\]": lambda s: s.tree._nodes._leave(node_of(s, 3)),
-    "node 1 has no child 1, which was found last": lambda s: s.tree._nodes._last.__setitem__(1, 1),
-    "the parent of page 3 is 0, but it holds 1": lambda s: s.pool._parents.__setitem__(3, 1),
-    "page 3 is sealed under node 9, which is not in the tree": lambda s: rekey(s, 3, 9, TWO),
-    "page 3 and its parent 0 have two salts": lambda s: s.tree._nodes._root_of.__setitem__(node_of(s, 3), 3),
-    "a reference is to page 8 of 8": lambda s: s.table._held().__setitem__(2, PageRef(8, 0)),
-    "generation=1.* is held and stale": lambda s: s.table._held().__setitem__(2, PageRef(2, 1)),
-    "table 0 has 7 tokens in 3 pages of 2": lambda s: setattr(s.table, "_num_tokens", 7),
-    "table 0 has 4 tokens in 3 pages of 2": lambda s: setattr(s.table, "_num_tokens", 4),
-    "table 0 has a page twice": lambda s: s.table._held().__setitem__(2, s.table.pages[0]),
-    "table 0 has pages of 3 tokens, the tree of 2": lambda s: setattr(s.table, "page_size", 3),
-    "table 0 is of another pool": lambda s: setattr(s.table, "_pool", PagePool(8)),
-    "the tree is of another pool": lambda s: setattr(s.tree, "_pool", PagePool(8)),
+    "extent 0 must have page 0 at index 0, got page 7": lambda s: s.pool._extents[0].reverse(),
+    r"evictable pages must be \[3\], got \[\]": lambda s: s.pool._rings.remove([3]),
+    r"evictable pages must be \[3\], got \[1, 3\]": lambda s: s.pool._rings.add(IDLE, [1]),
+    r"evictable pages must be \[3\], got \[3\], counted as 0": lambda s: setattr(s.pool, "num_evictable", 0),
+    "5 must be before 4, got 1": lambda s: s.pool._rings.before.__setitem__(4, 1),
+    r"the tree must have the sealed pages \[0, 1, 2, 3\], got": lambda s: set_flag(s, 2, SEALED),
+    r"the tree must have the sealed pages \[0, 1\], got": lambda s: s.pool._flags.__setitem__(3, TAKEN),
+    r"the tree must have the sealed pages \[0, 1, 3\], got \[0, 0, 1, 3\]": lambda s: add_node(s, 0),
+    "node 5 must have a page, got none; it has 0 children": lambda s: add_node(s, -1),
+    "must count its 2 children, got 3": lambda s: s.tree._nodes.num_children.__setitem__(node_of(s, 0), 3),
+    "must have a parent or be the root of a salt, got neither": lambda s: s.tree._nodes._roots.clear(),
+    "page 7 must be flagged as passed .*, got flags 8": lambda s: set_flag(s, 7, PREFERRED),
+    "page 3 must be flagged as passed .*, got flags 7": lambda s: set_flag(s, 3, GONE_BY),
+    "page 1 must lead to its node 2, got node 3": lambda s: swap(s.tree._nodes._node_of, 1, 3),
+    "page 3 must have 2 tokens, got 3 bytes": lambda s: rekey(s, 3, node_of(s, 0), b"odd"),
+    "page 3 must have the hash of its tokens, got that of others": lambda s: (
+        s.tree._nodes._tokens.__setitem__(node_of(s, 3), TWO)
+    ),
+    r"the table of hashes must have the nodes \[1, 2, 3\], got \[1, 2\]": lambda s: s.tree._nodes._leave(
+        node_of(s, 3)
+    ),
+    "node 1 must have found one of its children last, got 1": lambda s: s.tree._nodes._last.__setitem__(1, 1),
+    "page 3 must hold its parent 0, got 1": lambda s: s.pool._parents.__setitem__(3, 1),
+    "page 3 must have a parent in the tree, got node 9": lambda s: rekey(s, 3, 9, TWO),
+    "page 3 must have the salt of its parent 0, got another": lambda s: s.tree._nodes._root_of.__setitem__(
+        node_of(s, 3), 3
+    ),
+    r"references must be to pages in \[0, 8\), got PageRef\(id=8": lambda s: s.table._held().__setitem__(
+        2, PageRef(8, 0)
+    ),
+    "references must be valid, got .*generation=1.* where the page is .*generation=0": lambda s: (
+        s.table._held().__setitem__(2, PageRef(2, 1))
+    ),
+    "table 0 must have 4 pages for 7 tokens, got 3": lambda s: setattr(s.table, "_num_tokens", 7),
+    "table 0 must have 2 pages for 4 tokens, got 3": lambda s: setattr(s.table, "_num_tokens", 4),
+    "table 0 must have distinct pages": lambda s: s.table._held().__setitem__(2, s.table.pages[0]),
+    "table 0 must have the page_size of the tree, 2, got 3": lambda s: setattr(s.table, "page_size", 3),
+    "table 0 must be of the pool, got a table of another": lambda s: setattr(s.table, "_pool", PagePool(8)),
+    "tree must be of the pool, got a tree of another": lambda s: setattr(s.tree, "_pool", PagePool(8)),
     "this table was released": lambda s: s.table.release(),
 }
 
@@ -143,7 +153,7 @@ def test_parent_listed_before_its_child_is_reported() -> None:
     check(scene.pool, scene.tree, [])
     scene.pool._rings.remove([3])
     scene.pool._rings.add(IDLE, [3])
-    with pytest.raises(StateError, match="page 3 would be evicted after its parent 0"):
+    with pytest.raises(StateError, match="page 3 must be evicted before its parent 0, got the other order"):
         check(scene.pool, scene.tree, [])
 
 
@@ -151,5 +161,5 @@ def test_page_that_is_its_own_ancestor_is_reported() -> None:
     scene = Scene()
     scene.pool._parents[0] = 1
     rekey(scene, 0, node_of(scene, 1), TWO)
-    with pytest.raises(StateError, match="is its own ancestor"):
+    with pytest.raises(StateError, match="must not be its own ancestor"):
         scene.check()

@@ -28,20 +28,21 @@ def check(
         StateError: with a sentence about the first violation.
     """
     if tree._pool is not pool:
-        raise StateError("the tree is of another pool")
-    holders = [*held]
+        raise StateError("tree must be of the pool, got a tree of another pool")
+    holders, sealed = [*held], _sealed(pool)
     for i, table in enumerate(tables):
         if table._pool is not pool:
-            raise StateError(f"table {i} is of another pool")
+            raise StateError(f"table {i} must be of the pool, got a table of another pool")
         _check_table(i, table, tree.page_size)
-        if any(ref.id not in _sealed(pool) for ref in table.pages[: table.num_sealed]):
-            raise StateError(f"table {i} has {table.num_sealed} sealed pages, of which some are not sealed")
+        others = [ref.id for ref in table.pages[: table.num_sealed] if ref.id not in sealed]
+        if others:
+            raise StateError(f"the first {table.num_sealed} pages of table {i} must be sealed, got {others}")
         holders += table.pages
     for ref in holders:
         if not 0 <= ref.id < pool.num_pages:
-            raise StateError(f"a reference is to page {ref.id} of {pool.num_pages}")
+            raise StateError(f"references must be to pages in [0, {pool.num_pages}), got {ref}")
         if pool.ref(ref.id) != ref:
-            raise StateError(f"{ref} is held and stale: the page is now {pool.ref(ref.id)}")
+            raise StateError(f"references must be valid, got {ref} where the page is {pool.ref(ref.id)} now")
     _check_tree(pool, tree)
     _check_states(pool, Counter(ref.id for ref in holders))
     if pool.worth is not None:
@@ -49,16 +50,20 @@ def check(
 
 
 def _check_table(i: int, table: PageTable, size: int) -> None:
-    """Check that a table has ((pages - 1) * size, pages * size] tokens, and no page twice."""
+    """Check that a table has as many pages as its tokens need, and no page twice."""
     pages = table.pages
     if table.page_size != size:
-        raise StateError(f"table {i} has pages of {table.page_size} tokens, the tree of {size}")
-    if not (len(pages) - 1) * size < table.num_tokens <= len(pages) * size:
-        raise StateError(f"table {i} has {table.num_tokens} tokens in {len(pages)} pages of {size}")
-    if table.num_sealed > table.num_tokens // size:
-        raise StateError(f"table {i} has {table.num_sealed} sealed pages, and {table.num_tokens} tokens")
+        raise StateError(f"table {i} must have the page_size of the tree, {size}, got {table.page_size}")
+    wanted = -(-table.num_tokens // size)
+    if len(pages) != wanted:
+        raise StateError(
+            f"table {i} must have {wanted} pages for {table.num_tokens} tokens, got {len(pages)}"
+        )
+    num_full = table.num_tokens // size
+    if table.num_sealed > num_full:
+        raise StateError(f"table {i} must have at most {num_full} sealed pages, got {table.num_sealed}")
     if len(set(pages)) != len(pages):
-        raise StateError(f"table {i} has a page twice: {list(pages)}")
+        raise StateError(f"table {i} must have distinct pages, got {list(pages)}")
 
 
 def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
@@ -67,49 +72,53 @@ def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
     sealed = sorted(_sealed(pool))
     there = sorted(nodes.pages[node] for node in nodes if nodes.pages[node] >= 0)
     if there != sealed or nodes.num_pages != len(there):
-        raise StateError(f"sealed are {sealed}, in the tree {there} and {nodes.num_pages} counted")
+        raise StateError(
+            f"the tree must have the sealed pages {sealed}, got {there}, of which it counts {nodes.num_pages}"
+        )
     children = Counter(nodes.parents[node] for node in nodes)
     for node in [*nodes, *nodes._salts]:
         page, parent = nodes.pages[node], nodes.parents[node]
         if nodes.num_children[node] != children[node]:
             raise StateError(
-                f"node {node} has {children[node]} children, and counts {nodes.num_children[node]}"
+                f"node {node} must count its {children[node]} children, got {nodes.num_children[node]}"
             )
         if parent < 0:
             if page >= 0 or nodes._roots.get(nodes._salts.get(node, "")) != node:
-                raise StateError(f"node {node} of page {page} has no parent, and is the root of no salt")
+                raise StateError(f"node {node} must have a parent or be the root of a salt, got neither")
             continue
         if not 0 <= parent < len(nodes.parents) or (nodes.parents[parent] < 0 and parent not in nodes._salts):
-            raise StateError(f"page {page} is sealed under node {parent}, which is not in the tree")
+            raise StateError(f"page {page} must have a parent in the tree, got node {parent}")
         if nodes._root_of[node] != nodes._root_of[parent]:
-            raise StateError(f"page {page} and its parent {nodes.pages[parent]} have two salts")
-        if page < 0 and (is_chain or not children[node]):
-            raise StateError(f"a node of {children[node]} children has no page")
-        if len(nodes.tokens(node)) != 8 * tree.page_size:
-            raise StateError(f"page {page} is found by {len(nodes.tokens(node))} bytes of tokens")
-        if nodes._last[node] >= 0 and nodes.parents[nodes._last[node]] != node:
-            raise StateError(f"node {node} has no child {nodes._last[node]}, which was found last")
-        if nodes._hashes[node] != hash((parent, nodes.tokens(node))):
-            raise StateError(f"page {page} is found by other tokens than {nodes.tokens(node)!r}")
-        if page >= 0 and nodes.node_of(page) != node:
-            raise StateError(f"page {page} of node {node} leads to node {nodes.node_of(page)}")
-        if page >= 0 and parents[page] != (nodes.pages[parent] if is_chain else -1):
             raise StateError(
-                f"the parent of page {page} is {nodes.pages[parent]}, but it holds {parents[page]}"
+                f"page {page} must have the salt of its parent {nodes.pages[parent]}, got another"
             )
+        if page < 0 and (is_chain or not children[node]):
+            raise StateError(f"node {node} must have a page, got none; it has {children[node]} children")
+        if len(nodes.tokens(node)) != 8 * tree.page_size:
+            raise StateError(
+                f"page {page} must have {tree.page_size} tokens, got {len(nodes.tokens(node))} bytes"
+            )
+        if nodes._last[node] >= 0 and nodes.parents[nodes._last[node]] != node:
+            raise StateError(f"node {node} must have found one of its children last, got {nodes._last[node]}")
+        if nodes._hashes[node] != hash((parent, nodes.tokens(node))):
+            raise StateError(f"page {page} must have the hash of its tokens, got that of others")
+        if page >= 0 and nodes.node_of(page) != node:
+            raise StateError(f"page {page} must lead to its node {node}, got node {nodes.node_of(page)}")
+        if page >= 0 and parents[page] != (nodes.pages[parent] if is_chain else -1):
+            raise StateError(f"page {page} must hold its parent {nodes.pages[parent]}, got {parents[page]}")
     entered = list[int]()
     for first in nodes._table:
         while first >= 0 and len(entered) <= len(nodes.pages):
             entered.append(first)
             first = nodes._next[first]
     if sorted(entered) != [*nodes]:
-        raise StateError(f"nodes are {[*nodes]}, in the table {sorted(entered)}")
+        raise StateError(f"the table of hashes must have the nodes {[*nodes]}, got {sorted(entered)}")
     rooted: set[int] = set()
     for node in nodes:
         path: set[int] = set()
         while node >= 0 and node not in rooted:
             if node in path:
-                raise StateError(f"page {nodes.pages[node]} is its own ancestor")
+                raise StateError(f"page {nodes.pages[node]} must not be its own ancestor")
             path.add(node)
             node = nodes.parents[node]
         rooted |= path
@@ -120,9 +129,7 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
     for page, (extent, index) in enumerate(map(pool.place, range(pool.num_pages))):
         if pool._extents[extent][index] != page:
             there = pool._extents[extent][index]
-            raise StateError(
-                f"page {page} is at {(extent, index)}, but extent {extent} has page {there} there"
-            )
+            raise StateError(f"extent {extent} must have page {page} at index {index}, got page {there}")
     parents = pool._parents
     sealed = _sealed(pool)
     awake = list(counts)
@@ -134,32 +141,39 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
                 awake.append(parent)
     for page, count in enumerate(pool._counts):
         if count != counts[page]:
-            raise StateError(f"page {page} has count {count}, and {counts[page]} references")
+            raise StateError(f"page {page} must count its {counts[page]} references, got {count}")
     idle = {page for page in range(pool.num_pages) if not counts[page]}
     free, passed, listed = ([*pool._rings.each(ring)] for ring in (FREE, PASSED, IDLE))
     if sorted(free) != sorted(idle - sealed) or len(free) != pool.num_free:
         raise StateError(
-            f"free are {sorted(idle - sealed)}, listed as free {sorted(free)}, counted {pool.num_free}"
+            f"the list of free pages must be {sorted(idle - sealed)}, got {sorted(free)}, counted as "
+            f"{pool.num_free}"
         )
     listed = passed + listed
     if sorted(listed) != sorted(idle & sealed) or len(listed) != pool.num_evictable:
         raise StateError(
-            f"evictable are {sorted(idle & sealed)}, listed {sorted(listed)}, counted {pool.num_evictable}"
+            f"the list of evictable pages must be {sorted(idle & sealed)}, got {sorted(listed)}, counted as "
+            f"{pool.num_evictable}"
         )
     for ring, pages in ((FREE, free), (PASSED, passed), (IDLE, listed[len(passed) :])):
         for before, page in pairwise([ring, *pages, ring]):
             if pool._rings.before[page] != before:
-                raise StateError(f"{pool._rings.before[page]} is before {page}, which comes after {before}")
+                raise StateError(f"{before} must be before {page}, got {pool._rings.before[page]}")
     for page, flags in enumerate(pool._flags):
         if bool(flags & GONE_BY) != (page in passed) or (
             flags & PREFERRED and page not in sealed - {*passed}
         ):
-            raise StateError(f"preferred is page {page}, which has been passed or is gone: flags {flags}")
+            raise StateError(
+                f"page {page} must be flagged as passed in the list of passed pages alone, and as preferred "
+                f"only if it is sealed and not passed, got flags {flags}"
+            )
     visited: set[int] = set()
     for page in listed:
         visited.add(page)
         if parents[page] in visited:
-            raise StateError(f"page {page} would be evicted after its parent {parents[page]}")
+            raise StateError(
+                f"page {page} must be evicted before its parent {parents[page]}, got the other order"
+            )
 
 
 def _sealed(pool: PagePool) -> set[int]:
@@ -171,7 +185,10 @@ def _check_worth(pool: PagePool, worth: WorthOrder) -> None:
     sealed = _sealed(pool)
     ranked = {page: text for page, text in enumerate(worth._sealed) if text >= 0}
     if ranked.keys() != sealed or worth.num_sealed != len(sealed):
-        raise StateError(f"sealed are {sorted(sealed)}, ranked {sorted(ranked)}, counted {worth.num_sealed}")
+        raise StateError(
+            f"the eviction order must have the sealed pages {sorted(sealed)}, got {sorted(ranked)}, counted "
+            f"as {worth.num_sealed}"
+        )
     children = Counter(pool._parents)
     listed = {id(rest) for heap in worth._cells.values() for _, rest in heap}
     texts = worth._texts
@@ -179,11 +196,12 @@ def _check_worth(pool: PagePool, worth: WorthOrder) -> None:
         found = texts.pages[text], texts.parents[text], texts.children[text]
         if found != (page, pool._parents[page], children[page]):
             raise StateError(
-                f"page {page} has parent {pool._parents[page]} and {children[page]} children, "
-                f"ranked as page, parent and children {found}"
+                f"the eviction order must have page {page} with parent {pool._parents[page]} and "
+                f"{children[page]} children, got page, parent and children {found}"
             )
         rest = texts.rests[text]
         if (rest is not None) != (not pool._counts[page]):
-            raise StateError(f"page {page} is ranked as if it were {'not ' * (rest is None)}evictable")
+            wanted = "evictable" if rest is None else "active"
+            raise StateError(f"page {page} must be {wanted} in the eviction order, got the other")
         if rest is not None and not texts.children[text] and id(rest) not in listed:
-            raise StateError(f"page {page} has no children, and can never go")
+            raise StateError(f"page {page} must be evictable in the eviction order, got one that is not")
