@@ -135,7 +135,7 @@ DAMAGE: dict[str, Callable[[Scene], object]] = {
     "table 0 must have the page_size of the tree, 2, got 3": lambda s: setattr(s.table, "page_size", 3),
     "table 0 must be of the pool, got a table of another": lambda s: setattr(s.table, "_pool", PagePool(8)),
     "tree must be of the pool, got a tree of another": lambda s: setattr(s.tree, "_pool", PagePool(8)),
-    "this table was released": lambda s: s.table.release(),
+    "a table must not be used after release": lambda s: s.table.release(),
 }
 
 

@@ -134,19 +134,19 @@ def test_copied_page_is_not_evicted_for_its_own_copy() -> None:
 
 def test_table_twice_is_refused() -> None:
     _, tables = forks(1, 6)
-    with pytest.raises(ArgumentError, match="one number for each of distinct tables"):
+    with pytest.raises(ArgumentError, match="tables must be distinct, got one of them twice"):
         append_all(tables * 2, [1, 1])
 
 
 def test_numbers_must_be_as_many_as_tables() -> None:
     _, tables = forks(2, 6)
-    with pytest.raises(ArgumentError, match="got 1 for 2 tables"):
+    with pytest.raises(ArgumentError, match="num_tokens must have a number for each of 2 tables, got 1"):
         append_all(tables, [1])
 
 
 def test_tables_of_two_pools_are_refused() -> None:
     _, tables = forks(1, 6)
-    with pytest.raises(ArgumentError, match="tables must share one pool"):
+    with pytest.raises(ArgumentError, match="tables must be of one pool, got tables of several"):
         append_all([*tables, *forks(1, 6)[1]], [1, 1])
     assert rows(tables) == [(6, [0, 1])]
 
@@ -162,7 +162,7 @@ def test_negative_number_changes_no_table(bad: int) -> None:
 def test_released_table_changes_no_table() -> None:
     _, tables = forks(2, 6)
     tables[1].release()
-    with pytest.raises(StateError, match="this table was released"):
+    with pytest.raises(StateError, match="a table must not be used after release"):
         append_all(tables, [1, 1])
     assert rows(tables[:1]) == [(6, [0, 1])]
 

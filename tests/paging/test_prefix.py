@@ -151,7 +151,7 @@ def test_insert_releases_the_duplicate() -> None:
     mine = pool.take(3)
     end(pool, tree.insert(TOKENS, mine))
     assert (pool.num_free, pool.num_evictable) == (9, 3)
-    with pytest.raises(StateError, match="is gone"):
+    with pytest.raises(StateError, match="which was freed"):
         pool.count(mine[0])
 
 
@@ -233,7 +233,7 @@ def test_insert_refuses_a_page_that_nobody_holds() -> None:
     pool, tree = make()
     refs = insert(pool, tree, [1, 2])
     end(pool, refs)
-    with pytest.raises(StateError, match="page 0 of generation 0 must be held by the caller"):
+    with pytest.raises(StateError, match="refs must be held, got page 0 of generation 0 without a reference"):
         tree.insert([1, 2], refs)
 
 
@@ -241,7 +241,7 @@ def test_insert_refuses_a_stale_page_before_it_seals_any() -> None:
     pool, tree = make()
     refs = pool.take(2)
     pool.release(refs[1])
-    with pytest.raises(StateError, match="page 1 of generation 0 is gone"):
+    with pytest.raises(StateError, match="must be valid, got page 1 of generation 0, which was freed"):
         tree.insert([1, 2, 3, 4], refs)
     assert not pool.is_sealed(refs[0])
 
@@ -273,7 +273,7 @@ def test_any_sequence_of_the_same_tokens_matches(kind: type) -> None:
 
 @pytest.mark.parametrize("page_size", [0, -1, True, 1.5, None, "16"])
 def test_page_size_must_be_a_positive_number(page_size: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"page_size must be at least 1, got {page_size!r}"):
+    with pytest.raises(ArgumentError, match=f"page_size must be an int of at least 1, got {page_size!r}"):
         PrefixTree(PagePool(1), page_size)
 
 

@@ -228,7 +228,7 @@ def test_adopt_copies_the_list_it_is_given() -> None:
 
 def test_adopt_needs_an_empty_table() -> None:
     pool, table = make(5)
-    with pytest.raises(StateError, match="while it is empty, this one has 5 tokens"):
+    with pytest.raises(StateError, match="a table must be empty before it adopts pages, got one of 5 tokens"):
         table.adopt(pool.take(1))
 
 
@@ -256,7 +256,7 @@ def test_stale_page_is_not_put_into_a_table(put: Callable[[PageTable, list[PageR
     pool, table = make(6)
     [stale] = pool.take(1)
     pool.release(stale)
-    with pytest.raises(StateError, match="page 2 of generation 0 is gone"):
+    with pytest.raises(StateError, match="must be valid, got page 2 of generation 0, which was freed"):
         put(table, [table.pages[0], stale])
     assert ids(table) == [0, 1]
 
@@ -268,7 +268,7 @@ def test_page_that_nobody_holds_is_not_put_into_a_table(
     pool, table = make(6)
     [idle] = PrefixTree(pool, 4).insert(range(4), pool.take(1))
     pool.release(idle)
-    with pytest.raises(StateError, match="page 2 of generation 0 must be held by the caller"):
+    with pytest.raises(StateError, match="refs must be held, got page 2 of generation 0 without a reference"):
         put(table, [idle, table.pages[1]])
 
 
@@ -309,13 +309,13 @@ def test_second_release_does_nothing() -> None:
 def test_released_table_refuses_everything_else(use: Callable[[PageTable], object]) -> None:
     _, table = make(6)
     table.release()
-    with pytest.raises(StateError, match="this table was released"):
+    with pytest.raises(StateError, match="a table must not be used after release"):
         use(table)
 
 
 @pytest.mark.parametrize("page_size", [0, -1, True, 1.5, None, "16"])
 def test_page_size_must_be_a_positive_number(page_size: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"page_size must be at least 1, got {page_size!r}"):
+    with pytest.raises(ArgumentError, match=f"page_size must be an int of at least 1, got {page_size!r}"):
         PageTable(PagePool(1), page_size)
 
 
@@ -326,7 +326,9 @@ def test_a_page_is_filled_by_its_only_holder_alone() -> None:
     table.fill(1)
     twin = table.fork()
     assert (table.num_tokens, table.has_room(1)) == (7, False)
-    with pytest.raises(StateError, match="room for 1 tokens"):
+    with pytest.raises(
+        StateError, match="num_tokens must fit in the last page, which must be writable, got 1 after"
+    ):
         table.fill(1)
     twin.release()
     table.fill(1)

@@ -21,4 +21,4 @@ def expect_page_size(page_size: int) -> None:
         ArgumentError: it is no positive int.
     """
     if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
+        raise ArgumentError(f"page_size must be an int of at least 1, got {page_size!r}")

@@ -34,13 +34,17 @@ def is_stale(ref: PageRef, generations: Sequence[int]) -> StateError:
     """Error for a reference to none of the present pages, given the generations of all."""
     page = ref.id
     if not 0 <= page < len(generations):
-        return StateError(f"page {page} does not exist, the pool has {len(generations)}")
+        return StateError(f"a reference must be to a page in [0, {len(generations)}), got page {page}")
     newest = generations[page]
     if ref.generation < newest:
         return StateError(
-            f"page {page} of generation {ref.generation} is gone, the page is at generation {newest}"
+            f"a reference must be valid, got page {page} of generation {ref.generation}, which was freed: "
+            f"the page is at generation {newest}"
         )
-    return StateError(f"page {page} of generation {ref.generation} was never handed out")
+    return StateError(
+        f"a reference must be valid, got page {page} of generation {ref.generation}, which was never "
+        "allocated"
+    )
 
 
 def state_of_dicts(old: dict[str, Any]) -> dict[str, Any]:

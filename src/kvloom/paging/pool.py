@@ -129,7 +129,7 @@ class PagePool:
             num_extents: Number of extents of a pool that has no pages yet; ignored otherwise.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 0:
-            raise ArgumentError(f"num_pages must be at least 0, got {num_pages!r}")
+            raise ArgumentError(f"num_pages must be an int of at least 0, got {num_pages!r}")
         if num_extents < 1:
             raise ArgumentError(f"num_extents must be at least 1, got {num_extents}")
         ids = [*range(self.num_pages, self.num_pages + num_pages)]  # each id is one object in all lists
@@ -230,7 +230,9 @@ class PagePool:
         if not (0 <= page < len(flags) and flags[page] and self._generations[page] == generation):
             raise is_stale(ref, self._generations)
         if not counts[page]:
-            raise StateError(f"page {ref.id} of generation {ref.generation} has no reference to release")
+            raise StateError(
+                f"ref must be held, got page {ref.id} of generation {ref.generation} without a reference"
+            )
         events = self.events
         if events is not None:
             events.add("release", ref.id)
@@ -293,7 +295,9 @@ class PagePool:
         for ref in refs:
             page = self._page(ref)
             if not counts[page]:
-                raise StateError(f"page {page} of generation {ref.generation} must be held by the caller")
+                raise StateError(
+                    f"refs must be held, got page {page} of generation {ref.generation} without a reference"
+                )
             found.append(flags[page] & SEALED > 0)
         return found
 
@@ -308,7 +312,7 @@ class PagePool:
             StateError: the pool has a tree already.
         """
         if self._evict is not None:
-            raise StateError("a pool has one prefix tree, and this one has it already")
+            raise StateError("pool must have no prefix tree yet, got one with a tree")
         self._evict = evict
 
     def prefer(self, refs: Iterable[PageRef]) -> None:
@@ -334,15 +338,18 @@ class PagePool:
                 is attached; nothing was changed.
         """
         if self._evict is None:
-            raise StateError("a page can be sealed in a pool with a prefix tree only")
+            raise StateError("a pool must have a prefix tree before pages are sealed, got one without")
         pages = [self._page(ref) for ref in refs]
         for page in pages:
             if self._flags[page] & SEALED:
-                raise StateError(f"page {page} of generation {self._generations[page]} is sealed already")
+                raise StateError(
+                    f"refs must not be sealed yet, got page {page} of generation {self._generations[page]}, "
+                    "which is sealed"
+                )
         if len(set(pages)) < len(pages):
-            raise StateError(f"pages must be sealed once, got {pages}")
+            raise StateError(f"refs must be distinct pages, got {[*refs]}")
         if parent is not None and not self.is_sealed(parent):
-            raise StateError(f"page {parent.id} of generation {parent.generation} is not sealed")
+            raise StateError(f"parent must be sealed, got page {parent.id} of generation {parent.generation}")
         if parent is not None and pages:
             self.hold([parent.id])
         above = -1 if parent is None else parent.id

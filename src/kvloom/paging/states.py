@@ -17,12 +17,12 @@ begin                                                  a request looks a text up
 hit         found, and held by the request             ``nodes``
 miss                                                   the fields of a ``Miss``
 read        held already, filled from a store          ``first`` of them in the text
-allocate    handed out to the request
+allocate    allocated to the request
 share       held by the request once more
 copy        source and target
 seal        found by their tokens from now on          ``nodes``
 release     that the request holds once less
-evict       idle, to make room for the request
+evict       evictable, to make room for the request
 damage                                                 ``name`` of a stored run and ``reason``
 states                                                 recurrent states after the last of each of some
                                                        texts, ``nodes``: ``what`` became of them, ``kept``,

@@ -86,7 +86,10 @@ class PageTable:
     def fill(self, num_tokens: int) -> None:
         """Add ``num_tokens`` tokens to the last page, which ``has_room`` for them."""
         if not self.has_room(num_tokens):
-            raise StateError(f"the last page must have room for {num_tokens} tokens, and no other holder")
+            raise StateError(
+                f"num_tokens must fit in the last page, which must be writable, got {num_tokens} after "
+                f"{self._num_tokens} in pages of {self.page_size}"
+            )
         self._num_tokens += num_tokens
 
     def truncate(self, num_tokens: int) -> None:
@@ -149,7 +152,7 @@ class PageTable:
         """
         if self._held():
             raise StateError(
-                f"a table can adopt pages while it is empty, this one has {self._num_tokens} tokens"
+                f"a table must be empty before it adopts pages, got one of {self._num_tokens} tokens"
             )
         self._pages = self._checked(refs)
         self._num_tokens = len(refs) * self.page_size
@@ -200,7 +203,7 @@ class PageTable:
 
     def _held(self) -> list[PageRef]:
         if self._pages is None:
-            raise StateError("this table was released")
+            raise StateError("a table must not be used after release, got a released one")
         return self._pages
 
     def _checked(self, refs: Sequence[PageRef]) -> list[PageRef]:
@@ -231,10 +234,11 @@ class Growth:
     __slots__ = ("_plan", "_pool", "num_pages")
 
     def __init__(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> None:
-        if len(num_tokens) != len(tables) or len({id(table) for table in tables}) != len(tables):
+        if len({id(table) for table in tables}) != len(tables):
+            raise ArgumentError("tables must be distinct, got one of them twice")
+        if len(num_tokens) != len(tables):
             raise ArgumentError(
-                f"num_tokens must be one number for each of distinct tables,"
-                f" got {len(num_tokens)} for {len(tables)} tables"
+                f"num_tokens must have a number for each of {len(tables)} tables, got {len(num_tokens)}"
             )
         self._pool = tables[0]._pool if tables else PagePool(0)
         leaving: Counter[PageRef] = Counter()
@@ -244,7 +248,7 @@ class Growth:
             if num_new < 0:
                 raise ArgumentError(f"num_tokens must be at least 0, got {num_new}")
             if table._pool is not self._pool:
-                raise ArgumentError("tables must share one pool")
+                raise ArgumentError("tables must be of one pool, got tables of several")
             moves = False
             if num_new and table._num_tokens % table.page_size:
                 last = pages[-1]
