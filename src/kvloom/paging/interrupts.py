@@ -40,7 +40,7 @@ class _Waiting:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Context at whose end Ctrl-C raises what it would raise within: a page has no holder half the time.
+    """Context in which Ctrl-C waits for the end, because within it pages may be without a holder.
 
     Does nothing in other threads, which Ctrl-C does not reach, and where it raises nothing.
     """
@@ -73,7 +73,7 @@ def interruptible() -> Iterator[None]:
 
 
 def whole(call: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Decorate a function of which Ctrl-C leaves all or nothing, as of ``uninterrupted``."""
+    """Decorate a function that Ctrl-C does not interrupt halfway, as in ``uninterrupted``."""
 
     @wraps(call)
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:

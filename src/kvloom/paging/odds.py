@@ -54,7 +54,7 @@ class Odds:
             of_kind[:end] = [kept * x for x in of_kind[:end]]
 
     def go_on(self) -> None:
-        """Judge one more kind after ``learn``; the last one makes all count."""
+        """Compute the worth of one more kind after ``learn``; ``worth`` changes when all are computed."""
         if self._learning:
             self._judge(*self._learning.pop())
             if not self._learning:

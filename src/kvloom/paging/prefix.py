@@ -145,7 +145,7 @@ class PrefixTree:
         return found
 
     def run(self, path: TreePath, first: int, end: int) -> list[int]:
-        """Consecutive found pages of a path from page ``first`` to ``end``: their ids."""
+        """Ids of the pages of a path from number ``first`` to before ``end``, up to one that was evicted."""
         return [*takewhile((-1).__lt__, path.pages[first:end])]
 
     def num_known(self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None) -> int:
@@ -340,6 +340,7 @@ class PrefixTree:
 
     def evict(self, num_pages: int) -> int:
         """Free ``num_pages`` evictable pages in the order of the pool's policy, or all if there are fewer.
+
         Returns:
             Number of freed pages.
         """

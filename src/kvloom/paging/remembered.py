@@ -12,9 +12,9 @@ _NUM_PARTS: Final = 256
 
 
 class Texts:
-    """Texts of pages as numbers: indices of arrays, so that no one of them is visited to find garbage.
+    """Texts of pages as numbers: indices of arrays, so that Python's garbage collector visits none of them.
 
-    A text is found by its digest, in one of many small dicts, so that no one of them takes long to grow. The
+    A text is found by its digest, in one of many small dicts, so that none of them takes long to grow. The
     two lists are doubly linked; a text is in one at most.
 
     Attributes:
@@ -82,7 +82,7 @@ class Texts:
         self.lists[text] = to
 
     def first(self, of: int) -> int:
-        """The longest in a list that is not empty."""
+        """The text that has been in a list for the longest time; the list must not be empty."""
         return self._after[of]
 
     def _arrays(self) -> tuple["array[int]", ...]:

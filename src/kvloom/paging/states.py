@@ -33,7 +33,7 @@ name                                                   ``name`` of the request
 
 
 class PageStates:
-    """Holders and text of each page after some events.
+    """State of all pages after some events: their holders, and the text of each.
 
     Attributes:
         num_pages: Number of pages of the pool.
