@@ -186,8 +186,11 @@ def test_a_quantized_cache_of_constants_is_read_only() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.zeros(B, KV_HEADS, M, D, dtype=torch.int8),) * 2, "k_scale must be given"),
-        ((torch.zeros(B, KV_HEADS, M, D),) * 2 + (torch.ones(1),) * 2, "k_scale must be None"),
+        ((torch.zeros(B, KV_HEADS, M, D, dtype=torch.int8),) * 2, "k_scale must be given for .*, got None"),
+        (
+            (torch.zeros(B, KV_HEADS, M, D),) * 2 + (torch.ones(1),) * 2,
+            "k_scale must be None for .*, got a tensor",
+        ),
         (
             (torch.zeros(B, KV_HEADS, M, D, dtype=torch.int8),) * 2 + (torch.ones(3),) * 2,
             "k_scale must have one",

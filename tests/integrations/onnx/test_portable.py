@@ -264,8 +264,8 @@ def test_hidden_nan_has_no_effect() -> None:
             {"current_key": torch.zeros(2, 3, 2, 32, dtype=torch.float64)},
             r"feeds\['current_key'\] must be float",
         ),
-        ({"current_value": torch.zeros(2, 9, 2, 32)}, "feeds must suit the model"),
-        ({"start_pos": 100}, "feeds must suit the model"),
+        ({"current_value": torch.zeros(2, 9, 2, 32)}, "feeds must match the inputs of the model"),
+        ({"start_pos": 100}, "feeds must match the inputs of the model"),
     ],
 )
 def test_bad_feeds_are_refused(change: dict[str, Any], message: str) -> None:

@@ -49,7 +49,7 @@ def write_slots(kv: KVView, write_indices: Tensor, num_new: int, *, mode: str = 
         mode: ``"linear"``, or ``"circular"``, in which positions wrap around.
 
     Raises:
-        ArgumentError: ``mode`` is another, an index is negative, or the new tokens do not fit into a row.
+        ArgumentError: there is no such ``mode``, an index is negative, or the new tokens do not fit in a row.
     """
     rows, capacity = kv.num_blocks, kv.block_size
     expect("write_indices", write_indices, "B", dtype=INDEX_DTYPES, B=rows)
@@ -81,7 +81,7 @@ def row_batch(kv: KVView, num_new: int, lengths: Tensor) -> ops.Batch:
             ``seqlens_k + 1``.
 
     Raises:
-        ArgumentError: more tokens than a row has slots.
+        ArgumentError: a length is negative, or greater than the number of slots in a row.
     """
     rows, capacity = kv.num_blocks, kv.block_size
     expect("lengths", lengths, "B", dtype=INDEX_DTYPES, B=rows)
@@ -118,8 +118,8 @@ def group_query_cache(
         sizes = expect(name, cache, "B H M D", dtype=_READ)
         quantized = cache.dtype in (torch.int8, torch.uint8)
         if quantized != (scale is not None):
-            given = "given" if quantized else "None"
-            raise ArgumentError(f"{name[0]}_scale must be {given} for a cache of {cache.dtype}")
+            given, got = ("given", "None") if quantized else ("None", "a tensor")
+            raise ArgumentError(f"{name[0]}_scale must be {given} for a cache of {cache.dtype}, got {got}")
         if scale is None:
             sides.append((cache, None))
             continue

@@ -51,7 +51,7 @@ def problems(model: Model) -> list[str]:
         try:
             onnx.checker.check_model(proto)
         except onnx.checker.ValidationError as error:
-            found.append(f"model must be valid ONNX; {str(error).splitlines()[0]}")
+            found.append(f"model must be valid ONNX: {str(error).splitlines()[0]}")
     return found
 
 
@@ -70,9 +70,10 @@ def _of_domains(model: onnx.ModelProto) -> Iterator[str]:
             continue
         if (node.domain, node.op_type) not in OPERATORS:
             names = sorted(f"{d}::{n}" for d, n in OPERATORS if d.startswith(node.domain.split(".")[0]))
-            yield f"{_name(node)}: operator is unknown, there are {', '.join(names)}"
+            yield f"{_name(node)}: operator must be one of {', '.join(names)}, got {node.op_type}"
         elif node.domain not in versions:
-            yield f"{_name(node)}: domain {node.domain} must be among the opset imports of the model"
+            got = [x or "ai.onnx" for x in versions]
+            yield f"{_name(node)}: domain {node.domain} must be one of the model's opset imports, got {got}"
 
 
 def _of_node(call: PmxNode) -> Iterator[str]:
@@ -81,7 +82,7 @@ def _of_node(call: PmxNode) -> Iterator[str]:
     yield from wrong
     for name in operator.inputs:
         if name not in operator.optional and not call.input(name):
-            yield f"input {name} must be given"
+            yield f"input {name} must be given, got none"
     if len(call.node.input) > len(operator.inputs):
         yield f"inputs must be at most {len(operator.inputs)}, got {len(call.node.input)}"
     if len(call.node.output) > len(operator.all_outputs):
@@ -90,9 +91,9 @@ def _of_node(call: PmxNode) -> Iterator[str]:
         return
     bit = call.attributes()["quant_bit"]
     if bit and not call.input("scale"):
-        yield f"input scale must be given where quant_bit is {bit}"
+        yield f"input scale must be given where quant_bit is {bit}, got none"
     if bit and call.is_functional and not call.output("scale"):
-        yield "output scale must be given with output cache where the cache is quantized"
+        yield f"output scale must be given beside output cache where quant_bit is {bit}, got none"
 
 
 def _of_values(call: PmxNode, values: dict[str, ValueType]) -> Iterator[str]:

@@ -46,8 +46,8 @@ def export(
         module: Module whose ``forward`` takes tensors, or lists, tuples and dicts of them.
         example_inputs: Positional arguments, or a dict of arguments by name. They are not written.
         dynamic: Axes of any extent by argument and axis, ``{"k": {0: "T"}, "caches": [{2: "S"}, ...]}``.
-            Equal names are equal extents. As in ``torch.export``, an axis with extent 0 or 1 in the example,
-            or with one that the module relies on, cannot be dynamic.
+            Axes of one name have one extent. As in ``torch.export``, an axis cannot be dynamic if its extent
+            in the example is 0 or 1, or is one that the module relies on.
         output_names: Names of the results of ``forward``, in order; ``output_0`` and so on by default.
         domain: ``"opmx"`` or ``"pmx"``.
         portable: Whether nodes get bodies of standard operators. Otherwise nodes have only the inputs and
@@ -63,7 +63,7 @@ def export(
     names, values = _bind(module, example_inputs)
     unknown = sorted(set(dynamic or {}) - set(names))
     if unknown:
-        raise ArgumentError(f"dynamic must name arguments of forward, {names}, got {unknown}")
+        raise ArgumentError(f"dynamic must have names of {names}, the arguments of forward, got {unknown}")
     dims: dict[str, Any] = {}
     shapes = tuple(
         _shapes((dynamic or {}).get(name, pytree.tree_map(lambda _: None, value)), dims)
@@ -78,7 +78,9 @@ def export(
                 recorder, tuple(values), dynamic_shapes={"args": shapes}, strict=False
             )
         except UserError as error:
-            raise ArgumentError(f"module and dynamic must suit torch.export; {error}") from error
+            raise ArgumentError(
+                f"module and dynamic must be ones that torch.export accepts: {error}"
+            ) from error
         outputs = [
             output_names[i] if i < len(output_names) else f"output_{i}"
             for i in range(recorder.trace.num_outputs)
@@ -111,10 +113,10 @@ def _bind(module: torch.nn.Module, example: Sequence[Any] | Mapping[str, Any]) -
         else:
             bound = signature.bind(*example)
     except TypeError as error:
-        raise ArgumentError(f"example_inputs must suit forward{signature}: {error}") from None
+        raise ArgumentError(f"example_inputs must match forward{signature}: {error}") from None
     kinds = {signature.parameters[name].kind for name in bound.arguments}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        raise ArgumentError(f"module must name the arguments of forward{signature}")
+        raise ArgumentError(f"module must have a name for each argument of forward, got forward{signature}")
     return list(bound.arguments), list(bound.arguments.values())
 
 
@@ -249,7 +251,7 @@ class _Recorder(torch.nn.Module):
         name = self.trace.inputs.get(id(x))
         if name is None:
             raise UnsupportedError(
-                f"{argument} must be an input of the exported module, not a view of one, a buffer or a copy"
+                f"{argument} must be an input of the exported module, got a view of one, a buffer or a copy"
             )
         return name
 

@@ -35,9 +35,11 @@ def load_proto(model: Model) -> onnx.ModelProto:
         try:
             proto.ParseFromString(data)
         except DecodeError:
-            raise ModelError(f"model must be a whole ONNX file, {what} is truncated or damaged") from None
+            raise ModelError(f"model must be a whole ONNX file, got {what}, truncated or damaged") from None
     if not proto.HasField("graph") or not proto.opset_import:
-        raise ModelError("model must have a graph and opset imports; it is truncated or no ONNX model")
+        raise ModelError(
+            "model must have a graph and opset imports, got one that is truncated or no ONNX model"
+        )
     return proto
 
 
@@ -100,7 +102,9 @@ def infer_types(model: onnx.ModelProto) -> dict[str, ValueType]:
         try:
             work = shape_inference.infer_shapes(work)
         except shape_inference.InferenceError as error:
-            raise ModelError(f"model must be consistent; {str(error).splitlines()[0]}") from None
+            raise ModelError(
+                f"model must have types and shapes that agree: {str(error).splitlines()[0]}"
+            ) from None
         found = _read_values(work.graph)
         # ONNX cannot infer through our operators: add the types of their outputs and infer again.
         inferred = [info for call in calls(work.graph.node) for info in _outputs(call, found)]

@@ -102,14 +102,14 @@ def make_node(
     domain: str,
     attributes: Mapping[str, int],
 ) -> onnx.NodeProto:
-    """A checked node of ``operator``; trailing inputs that are ``""`` are dropped."""
+    """Make a node of ``operator`` and check it; trailing inputs that are ``""`` are left out."""
     if domain not in DOMAINS:
         raise ArgumentError(f"domain must be one of {list(DOMAINS)}, got {domain!r}")
     problems = operator.problems(attributes)
     if problems:
         raise ArgumentError(problems[0])
     if len(outputs) != len(operator.outputs):
-        raise ArgumentError(f"outputs must be names for {operator.outputs}, got {tuple(outputs)}")
+        raise ArgumentError(f"outputs must be names of {', '.join(operator.outputs)}, got {tuple(outputs)}")
     used = list(inputs)
     if operator.complete(attributes)["quant_bit"] == 0:
         used[operator.inputs.index("scale")] = ""

@@ -71,7 +71,7 @@ class OperatorSpec:
     def problems(self, given: Mapping[str, object]) -> list[str]:
         """The problems of the attributes ``given``, one sentence each."""
         found = [
-            f"attribute {name} is unknown, {self.name} has {', '.join(self.attributes)}"
+            f"attribute must be one of {self.name}'s ({', '.join(self.attributes)}), got {name}"
             for name in given
             if name not in self.attributes
         ]
@@ -80,7 +80,7 @@ class OperatorSpec:
                 problem = attribute.problem(given[name])
                 found += [] if problem is None else [f"attribute {name} {problem}"]
             elif attribute.default is None:
-                found.append(f"attribute {name} must be given")
+                found.append(f"attribute {name} must be given, got none")
         if found:
             return found
         a = self.complete({name: int(value) for name, value in given.items() if isinstance(value, int)})

@@ -40,7 +40,7 @@ class OrtSession:
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:
-            raise ModelError(f"model must load in ONNX Runtime; {error}") from error
+            raise ModelError(f"model must be one that ONNX Runtime loads: {error}") from error
         self._types = {x.name: x.type.tensor_type.elem_type for x in model.graph.input}
         self.inputs = [x.name for x in self._session.get_inputs()]
         self._outputs = [x.name for x in self._session.get_outputs()]
@@ -69,7 +69,7 @@ class OrtSession:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:
-            raise ArgumentError(f"feeds must suit the model; {error}") from error
+            raise ArgumentError(f"feeds must match the inputs of the model: {error}") from error
         made: dict[str, Any] = dict(zip(self._outputs, binding.get_outputs(), strict=True))
         outputs = {name: _tensor(x) for name, x in made.items() if name not in bound}
         for output, source in self._in_out.items():

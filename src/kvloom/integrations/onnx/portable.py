@@ -18,7 +18,7 @@ def portable(model: Model) -> onnx.ModelProto:
 
     Nodes stay and get model-local functions as bodies. Updated caches and scales become outputs of their
     nodes, and an input ``cache`` of the graph that is updated is also its output ``cache_out``. Nodes that
-    read a cache after another node wrote it, read the updated one.
+    read a cache after another node wrote it read the updated one.
 
     A body depends on the dtypes and attributes of its node, so the dtypes of keys, caches and scales must be
     known or follow from the inputs of the graph. An unknown rank of a table or mask is taken from the
@@ -72,7 +72,8 @@ def _variant_of(call: PmxNode, values: dict[str, ValueType]) -> Variant:
         value = values.get(call.input(name))
         if value is None:
             raise ModelError(
-                f"input {name} of {call.node.op_type} must have a known type, {call.input(name)!r} has none"
+                f"input {name} of {call.node.op_type} must have a known type, got {call.input(name)!r} "
+                "without one"
             )
         return value
 

@@ -79,10 +79,12 @@ class Session:
         """One step; arguments, result and errors as the function ``run``."""
         inputs: list[str] = self._session.inputs
         if feeds.keys() != set(inputs):
-            raise ArgumentError(f"feeds must be given for {inputs}, got {list(feeds)}")
+            raise ArgumentError(f"feeds must have the inputs {inputs}, got {list(feeds)}")
         for name in self._updated:
             if isinstance(feeds[name], np.ndarray) and not feeds[name].flags.writeable:
-                raise ArgumentError(f"feeds[{name!r}] must be writable, for the model updates it")
+                raise ArgumentError(
+                    f"feeds[{name!r}] must be writable, since the model updates it, got a read-only array"
+                )
         tensors = {name: _tensor(name, feeds[name]) for name in inputs}
         outputs: dict[str, Tensor] = self._session.run(tensors)
         return outputs
@@ -162,7 +164,7 @@ class _ReferenceSession:
 
 
 def _tensor(name: str, x: Any) -> Tensor:
-    """A tensor that shares memory with ``x``, so that updates are seen by the caller."""
+    """A tensor that shares memory with ``x``, so that the caller sees updates."""
     if isinstance(x, Tensor):
         if x.device.type != "cpu":
             raise ArgumentError(f"feeds[{name!r}] must be on the CPU, got {x.device}")
