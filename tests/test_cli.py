@@ -176,10 +176,10 @@ def test_generate_says_what_the_next_run_reads(tmp_path: Path, capsys: pytest.Ca
         options = ["--prompt", "a word " * words, "--store", url, "--max-new-tokens", "24"]
         assert main(["generate", *options]) == 0
         said.append(capsys.readouterr().err.splitlines()[-1])
-    assert said[0].endswith("which keeps pages of 16 tokens before the last one]")
+    assert said[0].endswith("which stores whole pages of 16 tokens, without the last token]")
     assert said[1].endswith("the next run reads them from there]")
     assert "prompt tokens read from" in said[2] and not said[2].startswith("[no ")
-    assert said[3].endswith("which is gone with this process]")
+    assert said[3].endswith("whose pages end with this process]")
     assert said[4].endswith("and none were written to it]")
 
 
@@ -215,7 +215,7 @@ def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixt
             if isinstance(text, str)
         ),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--prompt", ""], "--prompt must hold at least one token"),
+        (["--prompt", ""], "--prompt must have at least one token"),
         (["--prompt", "\udcff"], "--prompt must be text in UTF-8"),
         (
             ["--prompt-file", "/nowhere/prompt.txt"],

@@ -162,7 +162,7 @@ def test_statistics_are_named() -> None:
     ("text", "message"),
     [
         ("real", "--keys must be one of plain, outliers, biases"),
-        ("outliers:30", "--keys must have standard deviations with biases only, got 'outliers:30'"),
+        ("outliers:30", "--keys must be without standard deviations unless it has biases, got 'outliers:30'"),
         ("biases:", "--keys must have 1 to 10000 standard deviations, got 'biases:'"),
         ("both:0", "--keys must have 1 to 10000 standard deviations, got 'both:0'"),
         ("both:1e3", "--keys must have 1 to 10000 standard deviations, got 'both:1e3'"),

@@ -53,5 +53,5 @@ def test_a_model_with_an_encoder_is_refused() -> None:
     from integrations.models.test_encoder_decoder_families import family
 
     name = "BartForConditionalGeneration"
-    with pytest.raises(UnsupportedError, match=f"^model must be without an encoder, got {name}"):
+    with pytest.raises(UnsupportedError, match=f"^model must have no encoder, got {name}"):
         compare(family(name), torch.ones(1, 4, dtype=torch.int64), ["int8:g8"], max_new_tokens=2, num_runs=1)

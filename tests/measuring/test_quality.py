@@ -331,5 +331,5 @@ def test_windows_are_full(texts: list[str], num_tokens: int, shape: tuple[int, i
 
 
 def test_too_short_a_text_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"^--text must hold at least 2 tokens, got 1"):
+    with pytest.raises(ArgumentError, match=r"^--text must have at least 2 tokens, got 1"):
         windows_of(Letters(), ["a"], 100, "--text")

@@ -64,7 +64,10 @@ def test_command_reads_as_long_a_text_as_the_model_has_positions(
     assert {row["num_tokens"] for row in json.loads(capsys.readouterr().out)} == {3 * 9}
     monkeypatch.setattr("kvloom.integrations.transformers.models.positions.positions_of", lambda model: None)
     assert main(arguments) == 2
-    assert "--window must be a number, for the model's configuration" in capsys.readouterr().err
+    assert (
+        "--window must be a number if the model's configuration says no positions, got 'max'"
+        in capsys.readouterr().err
+    )
 
 
 def test_command_makes_a_plan_and_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +93,7 @@ def test_command_makes_a_plan_and_measures_it(tmp_path: Path, capsys: pytest.Cap
         (["--keys", "real"], "--keys must be one of plain, outliers"),
         (["--text", "/nowhere/at/all"], "--text must be text in UTF-8"),
         (["--model", "/nowhere/at/all"], "--model must be"),
-        (["--plan", "x.json"], "--plan must have --bits or --budget beside it"),
+        (["--plan", "x.json"], "--bits or --budget must be given with --plan, got neither"),
         (["--plan", "x.txt", "--bits", "5"], "--plan must be a file that ends in .json, got x.txt"),
         (["--bits", "5"], "--plan must be given with --bits"),
         (["--calibrate", "/nowhere"], "--plan must be given with --bits"),
@@ -192,13 +195,13 @@ def test_command_measures_what_a_decoder_says_of_a_document(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "text.txt"], "--document and --text must be files for BartForConditionalGeneration"),
-        (["--document", "document.txt"], "--document and --text must be files for BartForConditional"),
+        (["--text", "text.txt"], "--document and --text must be given as files for BartFor"),
+        (["--document", "document.txt"], "--document and --text must be given as files for BartFor"),
         (["--document", "nowhere.txt", "--text", "text.txt"], "--document must be text in UTF-8"),
-        (["--document", "text.txt", "--text", "text.txt"], "--document must be at least 1 token and at most"),
+        (["--document", "text.txt", "--text", "text.txt"], "--document must have at least 1 token and at"),
         ([*BOTH, "--window", "31"], "--window must be at most 30"),
-        ([*BOTH, "--keys", "biases"], "--model must be without an encoder, got BartForConditional"),
-        ([*BOTH, "--plan", "x.json", "--bits", "5"], "--model must be without an encoder, got BartFor"),
+        ([*BOTH, "--keys", "biases"], "--model must have no encoder, got BartForConditional"),
+        ([*BOTH, "--plan", "x.json", "--bits", "5"], "--model must have no encoder, got BartFor"),
     ],
 )  # fmt: skip
 def test_command_names_what_an_encoder_decoder_needs(
@@ -216,4 +219,6 @@ def test_command_names_what_an_encoder_decoder_needs(
 def test_command_refuses_a_document_for_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "document.txt").write_text("def", encoding="utf-8")
     assert main(["quality", "--document", str(tmp_path / "document.txt")]) == 2
-    assert "--document must be left out for LlamaForCausalLM, which has no encoder" in capsys.readouterr().err
+    assert (
+        "--document must not be given for LlamaForCausalLM, which has no encoder" in capsys.readouterr().err
+    )

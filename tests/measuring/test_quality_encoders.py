@@ -214,7 +214,7 @@ def test_padding_of_documents_is_not_read() -> None:
         ({"input_ids": torch.ones(3, 5)}, "must have a row for each of 2 texts, got input_ids of \\[3, 5\\]"),
         ({"input_ids": [[1, 2]]}, "must have a row for each of 2 texts, got input_ids of \\[\\[1, 2\\]\\]"),
         ({"input_ids": torch.ones(2, 5).long(), "decoder_input_ids": torch.ones(2, 5)},
-         "must have names of what BartForConditionalGeneration reads alone, got 'decoder_input_ids'"),
+         "must have only names of arguments of the encoder of BartFor.*, got 'decoder_input_ids'"),
         ({"input_ids": torch.rand(2, 5)}, "must be what .* can read, got {'input_ids': \\[2, 5\\]}"),
     ],
     ids=lambda x: "" if isinstance(x, str) else type(x).__name__,
@@ -234,7 +234,7 @@ def test_a_decoder_takes_no_encoder_inputs() -> None:
 @pytest.mark.parametrize(
     ("place", "sentence"),
     [
-        ((0, 3), "ids below 0 at the ends of texts alone, got one before a token"),
+        ((0, 3), "ids below 0 only at the ends of texts, got one before a token"),
         ((slice(None), slice(1, None)), "a text of more than 1 tokens, got none"),
     ],
 )
@@ -249,7 +249,8 @@ def test_a_model_that_reads_one_token_at_a_time_is_measured_so() -> None:
     name = "ProphetNetForConditionalGeneration"
     model, given = family(name), inputs(name)
     with pytest.raises(
-        UnsupportedError, match=r"^model must read 4 tokens at once \(chunk, after\), got Prophet"
+        UnsupportedError,
+        match=r"^model must read 4 tokens in one forward, as chunk or after says, got Prophet",
     ):
         kvloom.quality(model, texts_of(), ["int8:g8"], encoder_inputs=given, chunk=CHUNK)
     assert kvloom.quality(model, texts_of(), ["auto"], encoder_inputs=given, chunk=1)[1].agreed == 1.0

@@ -134,7 +134,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         with_tensor("model.norm.weight", torch.ones(7)),
         "weights have other shapes",
     ),
-    "beams": (says("generation_config.json", num_beams=4), "num_beams of 1 in generation_config.json, got 4"),
+    "beams": (
+        says("generation_config.json", num_beams=4),
+        "num_beams 1 in its generation_config.json, got 4",
+    ),
     "several results": (says("generation_config.json", num_return_sequences=3), "num_return_sequences"),
     "decoding by code of a hub": (says("generation_config.json", penalty_alpha=0.6, top_k=4), "can generate"),
     "settings that are words": (says("generation_config.json", eos_token_id="x"), "can generate"),
@@ -197,7 +200,7 @@ def test_a_token_that_the_model_lacks_is_named(folder: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert main(["generate", "--prompt", "import os\n", "--model", str(folder)]) == 2
     err = capsys.readouterr().err
-    assert "--model must know its tokenizer's 300 tokens, got token" in err
+    assert "--model must have an embedding for each token of its tokenizer, got token" in err
     assert err.count("\n") == 1
 
 

@@ -41,8 +41,8 @@ def changed_keys(model: Any, statistics: KeyStatistics) -> Iterator[None]:
             after them, and RoPE that pairs the first half of the rotated channels with the second.
         statistics: Outliers and biases of the keys.
 
-        Raises:
-            UnsupportedError: the model is another one, or does not generate by a decoder alone.
+    Raises:
+        UnsupportedError: the model is another one, does not generate, or has an encoder.
     """
     if not (statistics.outliers or statistics.biases):
         yield
@@ -104,7 +104,7 @@ class _Change:
 def _unsupported(model: Any) -> UnsupportedError:
     return UnsupportedError(
         "model must have q_proj and k_proj in all of its attentions, and RoPE that pairs the first half of "
-        f"a head's channels with the second, to be given other keys, got {type(model).__name__}"
+        f"a head's channels with the second, so that its keys can be changed, got {type(model).__name__}"
     )
 
 

@@ -58,12 +58,12 @@ def compare(
     Runs of all kinds alternate, so that a change in the machine's speed affects all of them.
 
     Args:
-        model: A ``PreTrainedModel`` that generates; DynamicCache is read by the attention it has.
+        model: A ``PreTrainedModel`` that generates; its own attention reads DynamicCache.
         input_ids: ``[1, N]`` int64.
         kinds: Values of ``kv`` of ``KVCache.for_model``.
         max_new_tokens: New tokens of each run.
         num_runs: Number of timed runs of each kind.
-        in_place: Whether kvloom's attention reads a kind in place, or the model's own attention reads it.
+        in_place: Whether kvloom's attention reads the kinds in place; otherwise the model's own reads them.
 
     Raises:
         UnsupportedError: the model has an encoder, or does not generate.
@@ -107,17 +107,17 @@ def compare(
 
 
 def expect_generating(model: Any) -> None:
-    """Raise UnsupportedError unless a model generates; ArgumentError if it is none."""
+    """Raise UnsupportedError unless a model can generate; ArgumentError if it is no model."""
     text_config_of(model)
     if not model.can_generate():
-        raise UnsupportedError(f"model must be one that generates, got {type(model).__name__}")
+        raise UnsupportedError(f"model must be one that can generate, got {type(model).__name__}")
 
 
 def expect_decoder(model: Any) -> None:
-    """Raise UnsupportedError unless a model generates by a decoder alone; ArgumentError if it is none."""
+    """As ``expect_generating``; also raise UnsupportedError if the model has an encoder."""
     expect_generating(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"model must be without an encoder, got {type(model).__name__}")
+        raise UnsupportedError(f"model must have no encoder, got {type(model).__name__}")
 
 
 def cache_of(model: Any, kind: str) -> KVCache | None:

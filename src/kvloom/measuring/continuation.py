@@ -42,14 +42,17 @@ def write(
 
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:
-        raise ArgumentError("--prompt must hold at least one token, got an empty text")
+        raise ArgumentError("--prompt must have at least one token, got an empty text")
     num_embeddings = model.get_input_embeddings().num_embeddings
     if (largest := int(inputs.input_ids.max())) >= num_embeddings:
-        raise ArgumentError(f"model must know its tokenizer's {num_embeddings} tokens, got token {largest}")
+        raise ArgumentError(
+            f"model must have an embedding for each token of its tokenizer, got token {largest} and "
+            f"{num_embeddings} embeddings"
+        )
     settings = model.generation_config
     settings.cache_implementation = None  # kvloom's cache is used
     if (num_beams := settings.num_beams or 1) > 1:
-        raise ArgumentError(f"model must have num_beams of 1 in generation_config.json, got {num_beams}")
+        raise ArgumentError(f"model must have num_beams 1 in its generation_config.json, got {num_beams}")
 
     def show(text: str) -> None:
         sys.stdout.write(text)
@@ -81,7 +84,7 @@ def write(
         f"{cache.nbytes_per_token:,.0f} bytes/token, {cache.nbytes:,} bytes allocated]\n"
     )
     if num_new == max_new_tokens < wanted:
-        sys.stderr.write(f"[it ends there, as the model has {num_tokens + num_new} positions]\n")
+        sys.stderr.write(f"[the text ends here: the model has {num_tokens + num_new} positions]\n")
     if pool is not None:
         pool.commit(cache, out)
         pool.close()
@@ -98,11 +101,11 @@ def write(
 
 
 def _next_time(store: str, num_tokens: int, said: dict[str, Any]) -> str:
-    """What the next run of a prompt finds, none of which was read, by the report of the store."""
+    """What the next run finds of a prompt of which nothing was read, according to the store's report."""
     if num_tokens <= _PAGE_SIZE:  # the last token is always computed
-        return f"which keeps pages of {_PAGE_SIZE} tokens before the last one"
+        return f"which stores whole pages of {_PAGE_SIZE} tokens, without the last token"
     if store_url(store).startswith("memory:"):
-        return "which is gone with this process"
+        return "whose pages end with this process"
     is_written = any(tier.get("runs_written") for tier in said["stores"].values())
     return "the next run reads them from there" if is_written else "and none were written to it"
 

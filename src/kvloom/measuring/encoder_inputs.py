@@ -33,8 +33,8 @@ def expect_encoder_inputs(
     """The inputs of a model's encoder; empty without an encoder.
 
     Raises:
-        ArgumentError: there are none for a model with an encoder, or some for one without; or they are not
-            tensors with a row for each of ``num_texts`` texts, by names that the model takes.
+        ArgumentError: a model with an encoder has none, or one without an encoder has some; or they are not
+            tensors with a row for each of ``num_texts`` texts, under names that the model takes.
     """
     name = type(model).__name__
     if not model.config.is_encoder_decoder:
@@ -51,7 +51,9 @@ def expect_encoder_inputs(
     taken = [x for x in signature(model.forward).parameters if not x.startswith("decoder_")]
     for key, value in encoder_inputs.items():
         if key not in (*taken, *main):
-            raise ArgumentError(f"encoder_inputs must have names of what {name} reads alone, got {key!r}")
+            raise ArgumentError(
+                f"encoder_inputs must have only names of arguments of the encoder of {name}, got {key!r}"
+            )
         if not isinstance(value, Tensor) or value.shape[:1] != (num_texts,):
             shape = list(value.shape) if isinstance(value, Tensor) else value
             raise ArgumentError(
@@ -97,13 +99,13 @@ def document_inputs(model: Any, tokenizer: Any, document: str, num_texts: int) -
     longest = encoder_positions_of(model)
     if not 0 < ids.shape[1] <= (longest or ids.shape[1]):
         most = "" if longest is None else f" and at most {longest}, the positions of the encoder"
-        raise ArgumentError(f"--document must be at least 1 token{most}, got {ids.shape[1]}")
+        raise ArgumentError(f"--document must have at least 1 token{most}, got {ids.shape[1]}")
     ids = ids.expand(num_texts, -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def started(model: Any, texts: Tensor) -> Tensor:
-    """Texts ``[N, W]`` of a decoder behind the token with which ``generate`` begins them, ``[N, W + 1]``."""
+    """Texts ``[N, W]`` of a decoder after the token with which ``generate`` begins, ``[N, W + 1]``."""
     places = (model.generation_config, model.config)
     names = ("decoder_start_token_id", "bos_token_id")
     found = (getattr(place, name, None) for name in names for place in places)

@@ -29,7 +29,7 @@ LONG: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Cache of another library, to be measured beside kvloom's.
+    """Cache of another library, which is measured like kvloom's.
 
     Attributes:
         name: Name in the result.
@@ -130,7 +130,7 @@ class Entrant:
             if isinstance(error, KVError):
                 raise
             raise UnsupportedError(
-                f"model must read {pieces[0].shape[1]} tokens at once (chunk, after), got "
+                f"model must read {pieces[0].shape[1]} tokens in one forward, as chunk or after says, got "
                 f"{type(self._model).__name__}: {summary_of(error)}"
             ) from error
         own, of_encoder = halves(self.cache)
@@ -151,7 +151,7 @@ class Entrant:
             is_elsewhere |= not any(_nbytes_of(vars(layer)) for layer in of_encoder.layers)
         if not any(kept) or any(is_lost) or has_states_alone or is_elsewhere:
             raise UnsupportedError(
-                f"model must keep what it has read in its cache alone, got {type(self._model).__name__}"
+                f"model must keep all that it has read in its cache, got {type(self._model).__name__}"
             )
 
     def judge(self, log_probs: Tensor, expected: Tensor, targets: Tensor) -> None:

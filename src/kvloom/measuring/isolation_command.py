@@ -18,11 +18,11 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
         load: Function that loads model and tokenizer of a folder, or the bundled ones.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
-        "isolation", help="test on a model that prefixes are shared where they may be, and nowhere else"
+        "isolation", help="test that a model's prefixes are shared where they may be, and nowhere else"
     )
     parser.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
-    parser.add_argument("--kv", default="auto", metavar="KIND[:gGROUP]", help="how keys and values are kept")
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    parser.add_argument("--kv", default="auto", metavar="KIND[:gGROUP]", help="how the cache is kept")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(load=load)
     return parser
 
@@ -42,12 +42,13 @@ def print_isolation(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("then it was asked for after", "expected", "found", "", title="one text, computed once")
+    title = "tokens that are found when a text is asked for again"
+    table = Table("what was done before", "expected", "found", "result", title=title)
     for x in checks:
         table.add_row(
             x.name, str(x.expected), str(x.actual), x.problem or "ok", style="red" if x.problem else ""
         )
     console = Console()
     console.print(table)
-    console.print(f"{len(checks) - len(wrong)} of {len(checks)} as they must be")
+    console.print(f"{len(checks) - len(wrong)} of {len(checks)} tests passed")
     return bool(wrong)

@@ -56,7 +56,9 @@ def parse_statistics(name: str, text: str) -> KeyStatistics:
     if not has_sigmas:
         return found
     if not found.biases:
-        raise ArgumentError(f"{name} must have standard deviations with biases only, got {text!r:.60}")
+        raise ArgumentError(
+            f"{name} must be without standard deviations unless it has biases, got {text!r:.60}"
+        )
     if not (sigmas.isascii() and sigmas.isdecimal() and len(sigmas) < 6 and 1 <= int(sigmas) <= 10_000):
         raise ArgumentError(f"{name} must have 1 to 10000 standard deviations, got {text!r:.60}")
     return replace(found, sigmas=float(sigmas))

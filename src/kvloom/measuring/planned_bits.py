@@ -73,11 +73,12 @@ def plan_bits(
         UnsupportedError: as ``KVCache.for_model``.
     """
     if (bits is None) == (budget is None):
-        raise ArgumentError(f"bits or budget must be given, and not both, got {bits!r} and {budget!r}")
+        raise ArgumentError(f"one of bits and budget must be given, got {bits!r} and {budget!r}")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
-        raise ArgumentError("input_ids must be [N, W] tokens, at least one")
+        got = list(input_ids.shape) if isinstance(input_ids, Tensor) else input_ids
+        raise ArgumentError(f"input_ids must be [N, W] with at least one token, got {got!s:.60}")
     if not kinds:
-        raise ArgumentError("kinds must be at least one, got none")
+        raise ArgumentError(f"kinds must not be empty, got {kinds!r}")
     expect_range("recent", recent, 0)
     for kind in kinds:
         if parse_kind("kinds", kind).recent is not None:

@@ -53,19 +53,20 @@ def quality(
     """Feed texts through a ``DynamicCache`` and through each kind of cache, and compare the predictions.
 
     A text is fed in chunks, so that attention reads earlier tokens from the cache, much as in decoding; or
-    exactly as in decoding, which takes longer. The attention is the model's own. Of an encoder-decoder the
-    texts are the decoder's, the encoder reads once for all kinds, and both halves are in the cache.
+    exactly as in decoding, which takes longer. The attention is the model's own. For an encoder-decoder the
+    texts are the decoder's; its encoder runs once for all kinds, and keys and values of both are cached.
 
     Args:
         model: A ``PreTrainedModel`` that generates.
         input_ids: ``[N, W]`` int64 or int32, W of at least 2 and at most the positions of the model. Shorter
             texts end with ids below 0, which do not count.
         kv: Kinds of caches, as of ``KVCache.for_model``, files of plans included, and peers.
-        encoder_inputs: Of an encoder-decoder, what the encoder reads for each text: arguments of the model by
-            name, such as ``input_features`` of audio, or ``input_ids`` and ``attention_mask`` of documents,
-            each ``[N, ...]``.
+        encoder_inputs: For an encoder-decoder, what the encoder reads for each text: arguments of the model
+            by name, such as ``input_features`` of audio, or ``input_ids`` and ``attention_mask`` of
+            documents, each ``[N, ...]``.
         chunk: Number of tokens fed at a time.
-        after: Predictions after at most this many tokens of a text are not counted; errors of heads are.
+        after: Predictions after at most this many tokens of a text are not counted. Errors of heads are
+            counted for all tokens.
         decode: Whether the first ``after`` tokens are fed at once, as a prompt that does not count, and all
             others one by one, as in ``generate``; ``chunk`` is then ignored.
         on_step: Called after each step with the number of steps done and of all steps.
@@ -81,7 +82,7 @@ def quality(
     if not is_tokens or input_ids[:, 1:].numel() == 0:
         got = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else input_ids
         raise ArgumentError(
-            f"input_ids must be [N, W] int64 or int32 of at least 2 tokens a text, got {got!s:.60}"
+            f"input_ids must be [N, W] int64 or int32 with at least 2 tokens in a text, got {got!s:.60}"
         )
     expect_least("chunk", chunk, 1)
     expect_within("after", after, 0, input_ids.shape[1] - 2)
@@ -138,7 +139,7 @@ def _expect_ends(input_ids: Tensor, after: int) -> None:
     is_end = input_ids < 0
     if bool(is_end[:, 0].any()) or bool((is_end[:, :-1] & ~is_end[:, 1:]).any()):
         raise ArgumentError(
-            "input_ids must have ids below 0 at the ends of texts alone, got one before a token"
+            "input_ids must have ids below 0 only at the ends of texts, got one before a token"
         )
     if bool(is_end[:, after + 1 :].all()):
         raise ArgumentError(f"input_ids must have a text of more than {after + 1} tokens, got none")
@@ -166,6 +167,6 @@ def windows_of(
             break
     ids = ids[:num_tokens]
     if len(ids) < 2:
-        raise ArgumentError(f"{name} must hold at least 2 tokens, got {len(ids)}")
+        raise ArgumentError(f"{name} must have at least 2 tokens, got {len(ids)}")
     width = min(window, len(ids))
     return torch.tensor(ids[: len(ids) // width * width]).view(-1, width)

@@ -42,35 +42,45 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
     )
     parser.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
     parser.add_argument("--text", default=HELD_OUT, metavar="TEXT",
-                        help=f"a file, {HELD_OUT} (default), {' or '.join(PACKAGES)}: sources")  # fmt: skip
+                        help=f"text to read: a file, {HELD_OUT} (default), or {' or '.join(PACKAGES)} for "
+                        "the source code of that package")  # fmt: skip
     parser.add_argument("--document", type=Path, metavar="FILE",
-                        help="what an encoder reads; --text is then what the decoder says of it")  # fmt: skip
+                        help="file that an encoder reads; --text is then the decoder's text")  # fmt: skip
     parser.add_argument("--kv", action="append", metavar="KIND[:gGROUP]",
-                        help=f"a kind of cache, may be repeated (default: {', '.join(_KINDS)})")  # fmt: skip
+                        help=f"kind of cache; may be repeated (default: {', '.join(_KINDS)})")  # fmt: skip
     parser.add_argument("--peers", action="store_true",
-                        help="transformers' int4 caches beside, if quanto or hqq is installed")  # fmt: skip
+                        help="also measure transformers' int4 caches of quanto and hqq, if these are "
+                        "installed")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, metavar="N",
-                        help=f"most tokens to read (default: {_NUM_TOKENS})")  # fmt: skip
+                        help=f"maximum number of tokens to read (default: {_NUM_TOKENS})")  # fmt: skip
     parser.add_argument("--window", type=_tokens, metavar="N",
-                        help=f"tokens of each text, {_LONGEST} for as many as the model has positions for "
-                        f"(default: {_WINDOW}, or all positions)")  # fmt: skip
+                        help=f"tokens in each text; {_LONGEST} for as many as the model has positions "
+                        f"(default: {_WINDOW}, or fewer if the model has fewer positions)")  # fmt: skip
     parser.add_argument("--after", type=int, metavar="N",
-                        help="count only predictions after more than N tokens of a text (default: 0, with "
-                        "--decode half of a text)")  # fmt: skip
+                        help="count only predictions after more than N tokens of a text (default: 0, or "
+                        "with --decode half of a text)")  # fmt: skip
     parser.add_argument("--decode", action="store_true",
-                        help="read as generation does: --after tokens at once, then one by one")  # fmt: skip
+                        help="feed tokens as generation does: --after at once, then one by one")  # fmt: skip
     parser.add_argument("--keys", default="plain", metavar="KEYS[:N]",
-                        help=f"build statistics of real keys into the model: {', '.join(STATISTICS)} "
-                        "(biases:30: of 30 standard deviations, 100 if not said)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+                        help=f"change the model's keys to have statistics of real models: "
+                        f"{', '.join(STATISTICS)} (biases:30: biases of 30 standard deviations; without "
+                        "a number: 100)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--plan", type=Path, metavar="FILE.json",
-                        help="choose bits for each layer, write them, and measure them")  # fmt: skip
+                        help="choose bits for each layer, write them to it, and measure them")  # fmt: skip
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--bits", type=float, metavar="X", help="bits of an element that the plan may take")
-    size.add_argument("--budget", type=float, metavar="N", help="bytes of a token it may take instead")
+    size.add_argument(
+        "--bits", type=float, metavar="X", help="bits of an element that the plan may use, on average"
+    )
+    size.add_argument(
+        "--budget", type=float, metavar="N", help="bytes of a token that it may use, instead of --bits"
+    )
     parser.add_argument("--calibrate", type=Path, metavar="FILE",
-                        help="text to plan by (default: what the bundled model learnt)")  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write error over bytes a token as SVG")
+                        help="text to choose the plan by (default: training text of the bundled "
+                        "model)")  # fmt: skip
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write an SVG plot of error by bytes of a token"
+    )
     parser.set_defaults(load=load)
     return parser
 
@@ -100,7 +110,9 @@ def print_quality(args: argparse.Namespace) -> None:
     model, tokenizer = args.load(args.model)
     window = _within_positions(model, args.window)
     if args.window is None and window < _WINDOW:
-        sys.stderr.write(f"kvloom: windows of {window} tokens, not {_WINDOW}, by the model's positions\n")
+        sys.stderr.write(
+            f"kvloom: --window is {window}, not {_WINDOW}, for the model has no more positions\n"
+        )
     _expect_after(args.after, window)
     windows, inputs = _read(args, model, tokenizer, texts, window, document)
     prompt = min(windows.shape[1] // 2, windows.shape[1] - 2) if args.decode else 0
@@ -150,11 +162,11 @@ def _read(
     name = type(model).__name__
     if not model.config.is_encoder_decoder:
         if document is not None:
-            raise ArgumentError(f"--document must be left out for {name}, which has no encoder")
+            raise ArgumentError(f"--document must not be given for {name}, which has no encoder")
         return windows_of(tokenizer, texts, args.tokens, "--text", window), None
     if document is None or args.text == HELD_OUT:
         raise ArgumentError(
-            f"--document and --text must be files for {name}: what its encoder reads, and its decoder says"
+            f"--document and --text must be given as files for {name}: texts of its encoder and its decoder"
         )
 
     def of_target(text: str, **options: Any) -> Any:
@@ -183,7 +195,9 @@ def _within_positions(model: Any, window: int | str | None) -> int:
         return min(_WINDOW, longest or _WINDOW)
     if not isinstance(window, int):
         if longest is None:
-            raise ArgumentError("--window must be a number, for the model's configuration names no positions")
+            raise ArgumentError(
+                f"--window must be a number if the model's configuration says no positions, got {window!r}"
+            )
         return longest
     expect_positions("--window", model, window)
     return window
@@ -194,10 +208,10 @@ def _expect_plan(args: argparse.Namespace) -> None:
     is_sized = args.bits is not None or args.budget is not None
     if args.plan is None and (is_sized or args.calibrate is not None):
         raise ArgumentError(
-            "--plan must be given with --bits, --budget or --calibrate, got one of them alone"
+            "--plan must be given with --bits, --budget or --calibrate, got one of these without it"
         )
     if args.plan is not None and not is_sized:
-        raise ArgumentError("--plan must have --bits or --budget beside it")
+        raise ArgumentError("--bits or --budget must be given with --plan, got neither")
     if args.plan is not None and not is_plan(str(args.plan)):
         raise ArgumentError(f"--plan must be a file that ends in .json, got {args.plan}")
 
@@ -279,5 +293,5 @@ def _print_table(rows: "list[Quality]", num_ours: int, title: str) -> None:
         console.width = max(console.width, _WIDTH)
     console.print(table)
     of_encoder = " of the text, and of one of the encoder's" if has_encoder else ""
-    console.print(f"bytes: of a token{of_encoder}; KL (nats), agree: next tokens against DynamicCache")
-    console.print("worst head (layer, head): error of its output if only that layer is kept so")
+    console.print(f"bytes: of a token{of_encoder}; KL (nats), agree: next tokens against DynamicCache's")
+    console.print("worst head: relative error of its output if only its layer has this cache (layer, head)")

@@ -49,5 +49,5 @@ def record_events(args: argparse.Namespace, load: Callable[[Path | None], tuple[
 def _read(path: Path) -> str:
     text = read_text("--prompt-file", path)
     if not text:
-        raise ArgumentError(f"--prompt-file must hold at least one token, got an empty text in {str(path)!r}")
+        raise ArgumentError(f"--prompt-file must have at least one token, got an empty text in {str(path)!r}")
     return text

@@ -72,7 +72,7 @@ def test_command_reads_no_more_than_the_model_has_positions(
     assert main([*command, "--json", *plan]) == 0
     shown = capsys.readouterr()
     assert {row["num_tokens"] for row in json.loads(shown.out)} == {2 * 63}
-    assert "kvloom: windows of 64 tokens, not 512, by the model's positions\n" in shown.err
+    assert "kvloom: --window is 64, not 512, for the model has no more positions\n" in shown.err
     assert main([*command, "--json", "--window", "64"]) == 0
     assert "windows" not in capsys.readouterr().err
     assert main([*command, "--window", "65"]) == 2
@@ -88,9 +88,9 @@ def test_a_text_is_continued_up_to_the_last_position(
     command = ["generate", "--model", str(short_model(tmp_path, 32)), "--prompt"]
     assert main([*command, "import os"]) == 0
     said = capsys.readouterr().err
-    assert "[it ends there, as the model has 32 positions]" in said
+    assert "[the text ends here: the model has 32 positions]" in said
     assert main([*command, "import os", "--max-new-tokens", "4"]) == 0
-    assert "it ends there" not in capsys.readouterr().err
+    assert "the text ends here" not in capsys.readouterr().err
     assert main([*command, "import os\n" * 40]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("kvloom: --prompt must be fewer tokens than the model's 32 positions, got ")
