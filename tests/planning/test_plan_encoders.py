@@ -244,8 +244,8 @@ def test_defaults_are_the_most_that_a_configuration_says() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "sentence"),
     [
-        ("T5Config", {"context": 9}, "encoder_tokens must be given, for the configuration does not say"),
-        ("MoonshineConfig", {}, "encoder_tokens must be given, for the configuration does not say"),
+        ("T5Config", {"context": 9}, "encoder_tokens must be given if the configuration does not say"),
+        ("MoonshineConfig", {}, "encoder_tokens must be given if the configuration does not say"),
         ("T5Config", {"encoder_tokens": 9}, "context must be given"),
         ("WhisperConfig", {"encoder_tokens": 0}, "encoder_tokens must be an int of at least 1, got 0"),
         ("WhisperConfig", {"encoder_tokens": True}, "encoder_tokens must be an int of at least 1, got True"),
@@ -292,7 +292,7 @@ def test_the_command_plans_both_halves(tmp_path: Path, capsys: pytest.CaptureFix
     assert planned.encoder_tokens == 100  # of the configuration
     assert main(asked) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "8 x 5 beams x 200 tokens beside 8 x 100 of the encoder in pages of 16" in shown
+    assert "8 x 5 beams x 200 tokens and 8 x 100 of the encoder in pages of 16" in shown
     of_encoder = planned.by_kind()["encoder"][1]
     assert "2 encoder" in shown and f" {of_encoder.total:,} " in shown and f" {planned.total:,} " in shown
     assert main([*asked, "--encoder-tokens", "50", "--json", "--svg", str(tmp_path / "plan.svg")]) == 0

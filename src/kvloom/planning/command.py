@@ -31,24 +31,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kv", metavar="KIND[:gGROUP]", help=f"how the cache is kept: {', '.join(STORAGE)} (default: each)"
     )
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens of each sequence (default: the most)"
+        "--context", type=int, metavar="N", help="tokens of each sequence (default: the model's maximum)"
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences, or inputs, at once")
-    parser.add_argument("--beams", type=int, default=1, metavar="N", help="beams, or samples, of each input")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="number of sequences, or of inputs with beams"
+    )
+    parser.add_argument("--beams", type=int, default=1, metavar="N", help="beams or samples of each input")
     parser.add_argument(
         "--encoder-tokens",
         type=int,
         metavar="N",
-        help="tokens that an encoder makes of an input (default: the most)",
+        help="tokens that the encoder makes of each input (default: the model's maximum)",
     )
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
     parser.add_argument(
-        "--at-once", action="store_true", help="prompts of one forward, not the most of any forwards"
+        "--at-once",
+        action="store_true",
+        help="bytes after prompts of one forward, not the maximum over forwards of any size",
     )
     parser.add_argument(
-        "--pack", choices=tuple(PACKS), default="no", help="linear layers have packed weights, as of serve"
+        "--pack",
+        choices=tuple(PACKS),
+        default="no",
+        help="packed weights of linear layers, as serve's --pack",
     )
-    parser.add_argument("--memory", metavar="BYTES", help="such as 24GB or 24GiB: how much fits into it")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="also print how much fits in this size, such as 24GB or 24GiB"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
 
@@ -61,7 +70,7 @@ def parse_bytes(name: str, text: str) -> int:
     """
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]i?B)?", text)
     if found is None:
-        raise ArgumentError(f"{name} must be bytes such as 24GB or 24GiB, got {text!r}")
+        raise ArgumentError(f"{name} must be a number of bytes such as 24GB or 24GiB, got {text!r}")
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
@@ -128,7 +137,7 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
     console.width = max(console.width, _WIDTH)  # numbers must not be cut
     parts = [part for part in _PARTS[1:] if any(getattr(x, part) for x in plans)]
     beams = "" if first.beams == 1 else f" x {first.beams} beams"
-    read = f" beside {first.batch} x {first.encoder_tokens:,} of the encoder" if first.encoder_tokens else ""
+    read = f" and {first.batch} x {first.encoder_tokens:,} of the encoder" if first.encoder_tokens else ""
     console.print(
         f"weights of {first.weights:,} bytes; {first.batch}{beams} x {first.context:,} tokens{read} in pages "
         f"of {first.page_size}:"
@@ -155,12 +164,12 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
     if first.state_page:
         console.print(
             f"a KVPool keeps the states after a text in {first.state_page:,} bytes of its max_state_bytes, "
-            f"as {first.state_tokens:,} tokens take: "
-            f"{first.batch * first.state_page:,} after {first.batch}, beside "
-            f"{first.cache + first.scales:,} of pages with their {first.batch * first.context:,} tokens"
+            f"as many as {first.state_tokens:,} tokens take; {first.batch} texts take "
+            f"{first.batch * first.state_page:,} bytes of states and {first.cache + first.scales:,} bytes of "
+            f"pages for {first.batch * first.context:,} tokens"
         )
     if memory is not None:
         console.print(
-            f"longest: tokens of each of {first.batch}{beams} in {memory:,} bytes; batch: "
+            f"fit in {memory:,} bytes: longest, tokens of each of {first.batch}{beams}; batch, "
             f"{'sequences' if not (beams or read) else f'inputs{beams}'} of {first.context:,} tokens"
         )

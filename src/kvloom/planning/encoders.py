@@ -1,4 +1,4 @@
-"""Encoder-decoders without data: what the decoder reads of an encoder, and the most tokens that it has."""
+"""Encoder-decoders without data: what the decoder reads of an encoder, and the encoder's maximum tokens."""
 
 from typing import Any
 
@@ -32,10 +32,10 @@ def run_given(model: Any, cache: Any) -> None:
 
 
 def encoder_positions(model: Any) -> int | None:
-    """Most tokens that the encoder of a model on the meta device makes of one input.
+    """Maximum number of tokens that the encoder of a model on the meta device makes of one input.
 
-    Those of an audio of the longest length, of a picture of the only size, or of the longest document, as
-    far as a configuration says it; ``None`` if none does.
+    That is for the longest audio, a picture of the configured size, or the longest document; ``None`` if no
+    configuration says it.
     """
     config, encoder = _encoder_config(model), model.get_encoder()
     size = getattr(config, "image_size", None)

@@ -30,7 +30,7 @@ def read_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything for a damaged file
         raise ArgumentError(
-            f"model must have a configuration that loads, got {str(path)!r}: {summary_of(error)}"
+            f"model must have a configuration that transformers loads, got {str(path)!r}: {summary_of(error)}"
         ) from error
 
 

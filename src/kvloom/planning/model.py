@@ -23,9 +23,9 @@ from kvloom.planning.encoders import encoder_positions, run_decoder, run_given
 from kvloom.planning.making import model_of, without_data, without_logs
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none", "encoder"]
-"""Kinds of layers: attention to all tokens, to a window, by latents; attention beside a recurrent state, a
-state alone; a layer without keys, values and states of its own; attention to an encoder's tokens, which of
-an encoder-decoder is beside one of the others."""
+"""Kinds of layers: attention to all tokens, to a window, or by latents; attention and a recurrent state; only
+a recurrent state; a layer without keys, values and states of its own; attention to an encoder's tokens, which
+a layer of an encoder-decoder has in addition to one of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class ModelShape:
         packable: Maximum bytes of packed weights of linear layers.
         encoder: Unquantized keys and values of a token of the encoder, by the number of the layer that
             attends to it; empty without an encoder.
-        encoder_positions: Most tokens of the encoder for one input; ``None`` if no configuration says it, 0
-            if the caller may give what an encoder made.
+        encoder_positions: Maximum number of the encoder's tokens for one input; ``None`` if no configuration
+            says it, 0 if the caller may give the encoder's output.
     """
 
     config: Any
@@ -77,9 +77,9 @@ class ModelShape:
 
         Raises:
             ArgumentError: ``config`` is no configuration.
-            UnsupportedError: the model does not generate text or cannot run so, its quantized weights cannot
-                be loaded here, or a layer keeps something other than keys, values and a recurrent state, or
-                outside of the cache.
+            UnsupportedError: the model does not generate text or does not run on such tensors, its quantized
+                weights cannot be loaded here, or a layer keeps something other than keys, values and a
+                recurrent state, or keeps it outside of the cache.
         """
         if not isinstance(config, PretrainedConfig):
             raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
@@ -174,7 +174,7 @@ def _run_without_data(config: Any) -> _Run:
     except Exception as error:
         kind = "an encoder-decoder" if config.is_encoder_decoder else "a causal language model"
         raise UnsupportedError(
-            f"config must be of {kind} that computes a token without data, got {type(config).__name__}: "
+            f"config must be of {kind} that runs on tensors without data, got {type(config).__name__}: "
             f"{summary_of(error)}"
         ) from error
     return _Run(model, cache, None, None)

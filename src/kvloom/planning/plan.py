@@ -25,7 +25,7 @@ class LayerPlan:
 
     Attributes:
         kind: ``"full"``, ``"window"``, ``"latent"`` (MLA), ``"hybrid"``, ``"recurrent"``, ``"none"``, or
-            ``"encoder"`` for what one attends to in an encoder's tokens.
+            ``"encoder"`` for what a layer keeps of an encoder's tokens.
         cache: Bytes of keys and values, or of their codes.
         scales: Bytes of scales.
         states: Bytes of recurrent states, which transformers' own layers keep.
@@ -48,12 +48,12 @@ class LayerPlan:
 class Plan:
     """Bytes of a model and its ``KVCache`` with ``batch`` sequences of ``context`` tokens each.
 
-    With ``beams`` there are as many sequences of each input. An encoder's keys and values are kept once for
-    each input, whatever its beams.
+    With ``beams`` there are ``beams`` sequences for each of ``batch`` inputs. An encoder's keys and values
+    are kept once for each input, for all of its beams.
 
-    ``cache + scales`` is the most that ``KVCache.nbytes`` with ``max_tokens`` is while so many tokens are
-    read, in forwards of any number of tokens; with ``at_once`` it is, to the byte, what it is after prompts
-    of one forward. It is also the bytes of a ``KVPool`` with as many token slots in whole pages; ``tables``
+    ``cache + scales`` is the maximum of ``KVCache.nbytes`` with ``max_tokens`` while ``context`` tokens are
+    read, in forwards of any number of tokens; with ``at_once`` it is exactly ``nbytes`` after each prompt was
+    read in one forward. A ``KVPool`` with as many token slots in whole pages takes the same bytes; ``tables``
     are the page tables that attention reads.
 
     Attributes:
@@ -61,14 +61,14 @@ class Plan:
         kv: Format string of keys and values.
         values: Format string of the values, if it differs; else ``None``.
         context: Tokens of each sequence.
-        batch: Number of sequences, or of inputs if there are ``beams`` of each.
+        batch: Number of sequences, or of inputs with ``beams`` sequences each.
         page_size: Tokens in a page.
         layers: Bytes of each layer; those of an encoder's tokens follow, each a layer of its own.
         tables: Bytes of page tables, one table for all layers of a window.
         pack: As of ``enable``.
         at_once: As of ``plan``.
         encoder_tokens: Tokens of the encoder for each input; 0 without an encoder.
-        beams: Sequences of each input.
+        beams: Number of sequences of each input.
     """
 
     shape: ModelShape
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def state_page(self) -> int:
-        """Bytes of the page of one text's states in a ``KVPool``, as float32."""
+        """Bytes of the recurrent states after one text in a ``KVPool``, as float32 in whole pages."""
         size = self.page_size
         return sum(-(-layer.state_numel // size) * size * 4 for layer in self.shape.layers)
 
@@ -216,20 +216,20 @@ def plan(
         config: A ``PretrainedConfig``, a ``config.json``, a folder with one, or a ``ModelShape``.
         kv: As of ``KVCache.for_model``.
         context: Tokens of each sequence; ``None`` for the model's maximum.
-        batch: Number of sequences; of inputs if there are ``beams`` of each.
+        batch: Number of sequences, or of inputs with ``beams`` sequences each.
         page_size: Tokens in a page.
         values: As ``kv``, for the values alone.
         pack: As of ``enable``: ``True`` for packed weights of linear layers beside the others.
-        at_once: Whether prompts are read in one forward, and nothing after them. Otherwise windows and
-            residual windows count twice: a forward that passes them has the tokens of before it, too.
-        encoder_tokens: Of an encoder-decoder, the tokens that its encoder makes of each input, padding
-            included; ``None`` for the most by the configuration, such as Whisper's 1,500. Of a decoder to
-            which the caller may give what an encoder made, the tokens of that, or ``None``.
+        at_once: Whether each prompt is read in one forward, and nothing after it. Otherwise windows and
+            residual windows count twice: a forward longer than them also has the tokens before it.
+        encoder_tokens: For an encoder-decoder, the tokens that its encoder makes of each input, padding
+            included; ``None`` for the maximum of the configuration, such as Whisper's 1,500. For a decoder to
+            which the caller may give an encoder's output, the tokens of that output, or ``None``.
         beams: Sequences of each input, which share what the encoder made of it: ``num_beams`` times
             ``num_return_sequences`` of samples.
 
     Raises:
-        ArgumentError: an argument is none of these, or ``kv`` has a group that does not divide a head dim.
+        ArgumentError: an argument has another value, or ``kv`` has a group that does not divide a head dim.
         UnsupportedError: as ``ModelShape.of``.
     """
     if isinstance(config, (str, Path)):
@@ -239,7 +239,7 @@ def plan(
         context = positions_of(shape.config)
         if context is None:
             raise ArgumentError(
-                "context must be given, for the configuration names no max_position_embeddings"
+                "context must be given if the configuration has no max_position_embeddings, got None"
             )
     encoder_tokens = _encoder_tokens(shape, encoder_tokens)
     for name, value, least in (
@@ -269,8 +269,8 @@ def _encoder_tokens(shape: ModelShape, given: int | None) -> int:
         given = shape.encoder_positions
     if given is None:
         raise ArgumentError(
-            "encoder_tokens must be given, for the configuration does not say how many tokens the encoder "
-            "makes of an input"
+            "encoder_tokens must be given if the configuration does not say how many tokens the encoder "
+            "makes of an input, got None"
         )
     return given
 
