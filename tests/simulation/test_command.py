@@ -53,8 +53,8 @@ def test_json_and_a_plot_say_the_same(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--capacity", "3MB"], "--capacity must be tokens such as 500k or 3M, got '3MB'"),
-        (["--capacity", "1M,,2M"], "--capacity must be tokens such as 500k or 3M, got ''"),
+        (["--capacity", "3MB"], "--capacity must be a number of tokens such as 500k or 3M, got '3MB'"),
+        (["--capacity", "1M,,2M"], "--capacity must be a number of tokens such as 500k or 3M, got ''"),
         (["--capacity", "1M,5"], "--capacity must be at least 512 tokens, got 5"),
         (["--policy", "lru,mru"], "--policy must be one of lru, ours, fifo"),
     ],
@@ -79,7 +79,7 @@ def test_bad_options_are_named_before_the_trace_is_read(
             {"block_size": 400},
             r"3 hash_ids in line 2, one for each 400 tokens \(its block_size\) .* 1000, got 2",
         ),
-        ({"block_size": 500}, r"one block_size, 512 in its first line, got 500 in line 2"),
+        ({"block_size": 500}, "the same block_size in all lines, 512, got 500 in line 2"),
         ({"block_size": 0}, r"hash_ids in line 2, and may have block_size, got '{"),
         ({"output_length": -1}, r"hash_ids in line 2, and may have block_size, got '{"),
         ({"timestamp": None}, r"hash_ids in line 2, and may have block_size, got '{"),
@@ -141,7 +141,7 @@ def test_pages_of_another_size_are_counted(trace: Path, capsys: pytest.CaptureFi
     assert main(["simulate", "/nowhere", "--page-size", "100"]) == 2
     assert "--page-size must be a multiple or a divisor of 512, got 100" in capsys.readouterr().err
     assert main(["simulate", "/nowhere", "--below", "x"]) == 2
-    assert "--below must be tokens such as 500k or 3M, got 'x'" in capsys.readouterr().err
+    assert "--below must be a number of tokens such as 500k or 3M, got 'x'" in capsys.readouterr().err
 
 
 def test_states_are_rows_of_their_own_and_all_of_them_the_last(
@@ -182,21 +182,24 @@ def test_a_store_below_has_states_too(trace: Path, capsys: pytest.CaptureFixture
     ("options", "sentence"),
     [
         (["--states", "0"], "--states must be at least 1, got 0"),
-        (["--states", "3,x"], "--states must be texts such as 500k or 3M, got 'x'"),
+        (["--states", "3,x"], "--states must be a number of texts such as 500k or 3M, got 'x'"),
         (["--states", "3", "--below", "5"], "--below must be at least 512 tokens, got 5"),
         (
             ["--states", "3", "--below", "0,3k"],
-            "--state-tokens must be given with states and below 3000, got None",
+            "--state-tokens must be given for a store of recurrent states, with below 3000, got None",
         ),
         (["--states", "3", "--state-tokens", "0"], "--state-tokens must be at least 1, got 0"),
-        (["--state-tokens", "512"], "--state-tokens must be given with states, got 512 alone"),
+        (["--state-tokens", "512"], "--state-tokens must be given only with --states, got 512 without it"),
         (["--states", "3", "--policy", "lru,opt"], "--policy must be one of lru, ours with recurrent states"),
         (
             ["--states", "3", "--state-interval", "500"],
             "--state-interval must be a multiple of page_size 512",
         ),
         (["--states", "3", "--capacity", "5"], "--capacity must be at least 512 tokens, got 5"),
-        (["--state-interval", "512"], "--state-interval must be given with states, got 512 alone"),
+        (
+            ["--state-interval", "512"],
+            "--state-interval must be given only with --states, got 512 without it",
+        ),
     ],
     ids=str,
 )

@@ -173,7 +173,10 @@ def test_a_line_that_is_none_of_a_recording_is_named(line: dict[str, Any], tmp_p
 def test_bad_options_are_named(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, sentence in (
         (["replay", "/nowhere"], "trace must be a file of JSON lines"),
-        (["replay", str(trace), "--capacity", "x"], "--capacity must be tokens such as 500k or 3M, got 'x'"),
+        (
+            ["replay", str(trace), "--capacity", "x"],
+            "--capacity must be a number of tokens such as 500k or 3M, got 'x'",
+        ),
         (["replay", str(trace), "--events", str(trace)], "--events must be another file than the one"),
         (["replay", str(trace), "--capacity", "5"], "--capacity must be at least 512 tokens, got 5"),
         (["record", "x", "--prompt-file", "/nowhere"], "--prompt-file must be text in UTF-8"),

@@ -48,36 +48,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvloom simulate``."""
     parser.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines in Mooncake's format")
     parser.add_argument(
-        "--capacity", default="1M,3M,10M", metavar="N,...", help="tokens of cache (default: 1M,3M,10M)"
+        "--capacity",
+        default="1M,3M,10M",
+        metavar="N,...",
+        help="tokens that the cache holds (default: 1M,3M,10M)",
     )
     parser.add_argument(
         "--policy",
         metavar="NAME,...",
-        help="lru, ours, fifo, lfu, slru, arc, s3-fifo, w-tinylfu, opt, or all (default: lru,opt; with "
-        "--states lru, and ours is the other)",
+        help="eviction policies: lru, ours, fifo, lfu, slru, arc, s3-fifo, w-tinylfu, opt, or all (default: "
+        "lru,opt); with --states lru and ours (default: lru)",
     )
     parser.add_argument(
         "--page-size", type=int, default=512, metavar="N",
         help="tokens in a page, a multiple or a divisor of the trace's 512 (default: 512)",
     )  # fmt: skip
     parser.add_argument(
-        "--below", default="0", metavar="N,...", help="tokens of a store below, 0 for none (default: 0)"
+        "--below",
+        default="0",
+        metavar="N,...",
+        help="tokens that a store below the cache holds, 0 for no store (default: 0)",
     )
     parser.add_argument(
         "--states",
         metavar="N,...",
-        help="of a model with recurrent states: after how many texts they are kept, beside all of them",
+        help="for a model with recurrent states: number of texts whose states are kept; a row with the "
+        "states of all texts comes last",
     )
     parser.add_argument(
         "--state-interval", type=int, metavar="N",
-        help="tokens of the grid on which states are kept (default: 256, or the next multiple of a page)",
+        help="states are kept at multiples of so many tokens (default: 256, or the next multiple of a page)",
     )  # fmt: skip
     parser.add_argument(
         "--state-tokens",
         type=int,
         metavar="N",
-        help="with --states and --below: tokens that take as many bytes as the states after one text, as "
-        "plan says",
+        help="with --states and --below: number of tokens with as many bytes as the states after one text, "
+        "which kvloom plan prints",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
@@ -91,7 +98,7 @@ def parse_tokens(text: str, name: str = "capacity", unit: str = "tokens") -> int
     """
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text)
     if found is None:
-        raise ArgumentError(f"{name} must be {unit} such as 500k or 3M, got {text!r}")
+        raise ArgumentError(f"{name} must be a number of {unit} such as 500k or 3M, got {text!r}")
     return round(float(found[1]) * _UNITS[found[2]])
 
 
@@ -134,7 +141,7 @@ def _states(args: argparse.Namespace) -> list[States]:
     if args.states is None:
         for name in ("state_interval", "state_tokens"):
             if (given := getattr(args, name)) is not None:
-                raise ArgumentError(f"{name} must be given with states, got {given} alone")
+                raise ArgumentError(f"{name} must be given only with --states, got {given} without it")
         return [None]
     counts = [parse_tokens(text, "states", "texts") for text in args.states.split(",") if text != "all"]
     return [*counts, "all"]
@@ -206,11 +213,11 @@ def _print(results: Results, page_size: int) -> None:
     console.width = max(console.width, 4 + longest + 24 * len(first))  # numbers must not be cut
     console.print(
         f"{hits.blocks_asked:,} {unit} and {hits.tokens_asked:,} tokens of prompts; found, in % of the "
-        f"{unit} / of the tokens, + what is found below:"
+        f"{unit} / of the tokens, + found only in the store below:"
     )
     print_table(_cell)
     if any(cache.states for cache in results):
-        console.print("texts after which states are kept at the end / were evicted:")
+        console.print("texts whose states are kept at the end / were evicted:")
         print_table(lambda x: f"{x.states_kept:,} / {x.states_evicted:,}")
 
 

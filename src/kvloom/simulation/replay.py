@@ -57,7 +57,7 @@ def replay(
     page_size: int = BLOCK_TOKENS,
     below: int = 0,
 ) -> Hits:
-    """Replay requests one after the other: each finds, computes and leaves its blocks, one in a page.
+    """Replay requests one after the other: each finds, computes and caches its blocks, one in a page.
 
     Each request ends before the next begins, and uses its first blocks last. If a prompt has more blocks than
     there are pages, the pool keeps the first ones.
@@ -68,10 +68,10 @@ def replay(
         policy: One of ``POLICIES``.
         page_size: Tokens in a page; see ``paged``.
         below: Capacity, in tokens, of a store below that gets the blocks of every request and evicts by LRU.
-            Blocks of a prompt that it has after those in the cache are found below.
+            It finds the blocks of a prompt that follow those in the cache.
 
     Raises:
-        ArgumentError: there is no such policy, no room for a page, or no such page.
+        ArgumentError: there is no such policy, no room for a page, or no such ``page_size``.
     """
     for name, tokens in (("capacity", capacity), ("below", below)):
         if tokens < page_size and (tokens or name == "capacity"):

@@ -1,8 +1,8 @@
 """Replay of requests through a pool of a model with recurrent states: hits need states and all pages.
 
-Pools and trees are those of ``KVPool``, with an optional store below. So is the rule for states: a text
-leaves those after its last whole piece, or a piece earlier if the text ends there, and where it diverges from
-a known text.
+Pools and trees are those of ``KVPool``, with an optional store below, and so is the rule for states. They are
+kept after the last multiple of the interval in a text, also after the multiple before if the text ends there,
+and after the last multiple before the text diverges from a known text.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def replay_states(
             ``kvloom plan`` prints; ``None`` only without a store.
 
     Raises:
-        ArgumentError: an argument is none of these, or there is no room for a page or for states.
+        ArgumentError: an argument has another value, or there is no room for a page or for states.
     """
     if policy not in paging.POLICIES:
         raise ArgumentError(
@@ -62,7 +62,9 @@ def replay_states(
         if tokens < page_size and (tokens or name == "capacity"):
             raise ArgumentError(f"{name} must be at least {page_size} tokens, got {tokens}")
     if below and state_tokens is None:
-        raise ArgumentError(f"state_tokens must be given with states and below {below}, got None")
+        raise ArgumentError(
+            f"state_tokens must be given for a store of recurrent states, with below {below}, got None"
+        )
     for name, count in (("state_tokens", state_tokens), ("max_states", max_states)):
         if count is not None:
             expect_least(name, count, 1)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from kvloom.errors import ArgumentError
 
 BLOCK_TOKENS: Final = 512
-"""Tokens of a block, which has one id, where a trace does not say it."""
+"""Tokens of a block, which has one id, if a trace gives no ``block_size``."""
 
 
 _GIVEN: Final = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -53,7 +53,7 @@ def read_trace(path: Path) -> Iterator[Request]:
                 size = size or request.block_size
                 if request.block_size != size:
                     raise ArgumentError(
-                        f"trace must have one block_size, {size} in its first line, got "
+                        f"trace must have the same block_size in all lines, {size}, got "
                         f"{request.block_size} in line {number}"
                     )
                 yield request
@@ -64,16 +64,16 @@ def read_trace(path: Path) -> Iterator[Request]:
 def paged(requests: Sequence[Request], page_size: int) -> Sequence[Request]:
     """Convert prompts to pages of another size: ``hash_ids`` become those of pages, the last partly filled.
 
-    A page of several blocks has the id of the last block, which identifies all tokens before it, too. The id
-    of a page within a block comes from the block and the place: a trace does not have prefixes that two
-    blocks share.
+    A page of several blocks has the id of the last block, which also identifies all tokens before it. The id
+    of a page within a block comes from the id of the block and the place in it, since a trace does not say
+    which tokens two blocks share.
 
     Args:
         requests: Requests in blocks.
         page_size: Number of tokens, a multiple or a divisor of the size of a block.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: ``page_size`` is neither.
     """
     block = requests[0].block_size if requests else BLOCK_TOKENS
     if page_size < 1 or (page_size % block and block % page_size):
@@ -94,7 +94,7 @@ def paged(requests: Sequence[Request], page_size: int) -> Sequence[Request]:
 
 
 def _last_of_each(blocks: list[int], step: int) -> list[int]:
-    """Every ``step``-th block, and the last block."""
+    """Every block whose number is a multiple of ``step``, counted from 1, and the last block."""
     return blocks[step - 1 :: step] + (blocks[-1:] if len(blocks) % step else [])
 
 
