@@ -250,9 +250,10 @@ def test_insert_refuses_a_stale_page_before_it_seals_any() -> None:
 def test_token_that_is_no_int64_is_refused(token: int) -> None:
     pool, tree = make()
     refs = insert(pool, tree, [1, 2])
-    with pytest.raises(ArgumentError, match="tokens must be signed 64-bit integers"):
+    sentence = rf"^tokens must be signed 64-bit integers, got {token}$"
+    with pytest.raises(ArgumentError, match=sentence):
         tree.match([1, 2, 3, token])
-    with pytest.raises(ArgumentError, match="tokens must be signed 64-bit integers"):
+    with pytest.raises(ArgumentError, match=sentence):
         tree.insert([1, 2, 3, token], refs + pool.take(1))
     assert pool.count(refs[0]) == 1
 

@@ -301,3 +301,12 @@ def test_no_other_salt_or_model_is_ever_found() -> None:
 def test_what_is_not_allowed_is_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         KVStore("memory://", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", [2**63, 1.5, None])
+def test_a_token_that_is_no_int64_is_named(token: int) -> None:
+    with (
+        KVStore("memory://") as store,
+        pytest.raises(ArgumentError, match=rf"^tokens must be signed 64-bit integers, got {token}$"),
+    ):
+        store.find(WHOSE, "", [1, 2, token])

@@ -1,5 +1,7 @@
 """Checks of the arguments of pools, trees and tables."""
 
+import struct
+from collections.abc import Iterable
 from typing import Final
 
 from kvloom.errors import ArgumentError
@@ -22,3 +24,17 @@ def expect_page_size(page_size: int) -> None:
     """
     if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
         raise ArgumentError(f"page_size must be an int of at least 1, got {page_size!r}")
+
+
+def refused_tokens(tokens: Iterable[object]) -> ArgumentError:
+    """Error that names the first token that is no signed 64-bit integer."""
+    wrong = next((token for token in tokens if not _is_int64(token)), tokens)
+    return ArgumentError(f"tokens must be signed 64-bit integers, got {wrong!r:.60}")
+
+
+def _is_int64(x: object) -> bool:
+    try:
+        struct.pack("=q", x)
+    except struct.error:
+        return False
+    return True

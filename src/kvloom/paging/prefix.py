@@ -12,7 +12,7 @@ from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from kvloom.errors import ArgumentError, StateError
-from kvloom.paging.arguments import expect_page_size
+from kvloom.paging.arguments import expect_page_size, refused_tokens
 from kvloom.paging.events import Events
 from kvloom.paging.nodes import Nodes, of_objects, record_present, recorded
 from kvloom.paging.page_states import PageRef
@@ -373,8 +373,8 @@ class PrefixTree:
         some = tokens[first * size : end * size]
         try:
             packed = struct.pack(f"={len(some)}q", *some)
-        except struct.error as problem:
-            raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
+        except struct.error:
+            raise refused_tokens(some) from None
         return [packed[at : at + 8 * size] for at in range(0, len(packed), 8 * size)]
 
     def _there(self) -> Iterator[int]:

@@ -8,8 +8,8 @@ from copy import copy
 from typing import Final
 
 from kvloom.core.text import Text
-from kvloom.errors import ArgumentError
 from kvloom.paging import expect_salt
+from kvloom.paging.arguments import refused_tokens
 
 DIGEST_BYTES: Final = 32
 """Bytes of a SHA-256 digest."""
@@ -29,8 +29,8 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     """
     try:
         return struct.pack(f"<{len(tokens)}q", *tokens)
-    except struct.error as problem:
-        raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
+    except struct.error:
+        raise refused_tokens(tokens) from None
 
 
 class TextDigests:
