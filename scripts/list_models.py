@@ -10,7 +10,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvloom.integrations.transformers.supports import USES, Support
-from kvloom.planning.model import AUTO_CLASSES
+from kvloom.planning.making import AUTO_CLASSES, AUTO_CLASSES_OF_BOTH
 from kvloom.planning.supports import support_of_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -19,10 +19,17 @@ HEAD = "| `model_type` | layers keep | " + " | ".join(f"`{use}`" for use in USES
 
 
 def families() -> list[str]:
-    """Names of the families that generate text, as ``model_type`` of a configuration."""
-    return [
-        name for name in CONFIG_MAPPING if any(CONFIG_MAPPING[name] in x._model_mapping for x in AUTO_CLASSES)
-    ]
+    """Names of the families that generate text, or have an encoder and a decoder and generate."""
+    return [name for name, kind in CONFIG_MAPPING.items() if _generates_text(kind) or _has_both(kind)]
+
+
+def _generates_text(kind: Any) -> bool:
+    return any(kind in x._model_mapping for x in AUTO_CLASSES)
+
+
+def _has_both(kind: Any) -> bool:
+    found = [x._model_mapping[kind] for x in AUTO_CLASSES_OF_BOTH if kind in x._model_mapping]
+    return any(x.can_generate() for x in found) and kind().is_encoder_decoder
 
 
 def support(name: str) -> Support | None:
@@ -36,13 +43,13 @@ def support(name: str) -> Support | None:
 def row(name: str, found: Support, reasons: list[str]) -> str:
     """Row of a family; reasons that are new are appended to ``reasons``."""
     cells = []
-    for why in found.why_not.values():
+    for answer, why in found.answers().values():
         why = why.replace(found.model, "it").replace(
             f"transformers {transformers.__version__}", "transformers"
         )
         if why and why not in reasons:
             reasons.append(why)
-        cells.append(f"no[^{reasons.index(why) + 1}]" if why else "yes")
+        cells.append(f"{answer}[^{reasons.index(why) + 1}]" if why else answer)
     keeps = "; ".join(f"{count} {words}" for words, count in found.layers.items())
     return f"| `{name}` | {keeps or 'nothing'} | {' | '.join(cells)} |\n"
 

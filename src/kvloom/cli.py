@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--view", type=Path, metavar="FILE", help="write a page of HTML that shows the pages")
     demo.set_defaults(run=_demo)
 
-    quality = quality_command.add_parser(commands, _load_folder)
+    quality = quality_command.add_parser(commands, partial(_load_folder, with_encoder=True))
     quality.set_defaults(run=_options_named("kv|model|bits|budget")(quality_command.print_quality))
 
     isolation = isolation_command.add_parser(commands, _load_folder)
@@ -141,7 +142,11 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
     planning.add_options(plan)
-    plan.set_defaults(run=_options_named("kv|model|config|context|batch|page_size")(planning.print_plans))
+    plan.set_defaults(
+        run=_options_named("kv|model|config|context|batch|page_size|encoder_tokens|beams")(
+            planning.print_plans
+        )
+    )
     uses = commands.add_parser("supports", help="what the layers of a model keep, and which uses it allows")
     supports.add_options(uses)
     uses.set_defaults(run=_options_named("model")(supports.print_support))
@@ -315,9 +320,9 @@ def _bench(args: argparse.Namespace) -> None:
     )
 
 
-def _load_folder(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:
+def _load_folder(path: Path | None, dtype: str = "auto", *, with_encoder: bool = False) -> tuple[Any, Any]:
     with _somebodys_folder(path) if path is not None else nullcontext():
-        return _load(path, dtype)
+        return _load(path, dtype, with_encoder=with_encoder)
 
 
 def _demo_folder() -> Path:
@@ -332,7 +337,7 @@ def _info(args: argparse.Namespace) -> None:
     print_info(args.probe)
 
 
-def _load(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:
+def _load(path: Path | None, dtype: str = "auto", *, with_encoder: bool = False) -> tuple[Any, Any]:
     """Load model and tokenizer on the best device; the bundled ones by default."""
     import torch
 
@@ -343,6 +348,7 @@ def _load(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:
         path or bundled_model_path(),
         None if dtype == "auto" else getattr(torch, dtype),
         progress=path is not None and sys.stderr.isatty(),
+        with_encoder=with_encoder,
     )
     if torch.cuda.is_available():
         return model.to("cuda"), tokenizer

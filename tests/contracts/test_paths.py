@@ -22,7 +22,7 @@ FOREIGN = {
     "docs/decisions/0028-keys-are-rotated.md": {"llama.cpp"},
     "docs/decisions/0043-four-bits-have-sixteen-numbers.md": {"llama.cpp"},
     "docs/planning.md": {"path/to/model"},
-    "docs/quality.md": {"llama.cpp", "notes.txt", "plan.json", "quality.svg"},
+    "docs/quality.md": {"llama.cpp", "notes.txt", "plan.json", "quality.svg", "report.txt", "summary.txt"},
     "docs/serving.md": {"run.json", "curve.png", "trace.jsonl"},
     "docs/store-format.md": {"kvloom-run/1", "kvloom-index/1"},
     "docs/store.md": {"path/to/model", "prompt.safetensors", "prompt.txt"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracles.language_models import make_model, make_prompts
 
-from kvloom.errors import ArgumentError
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.models.cache_argument import given_cache
 from kvloom.measuring.compare import compare
 
@@ -46,3 +46,12 @@ def test_what_is_compared_fits_the_model() -> None:
     assert compare(model, ids, ["int8"], max_new_tokens=4, num_runs=1)[1].num_tokens <= 4
     with pytest.raises(ArgumentError, match=r"^input_ids and max_new_tokens must be at most 10 tokens"):
         compare(model, ids, ["int8"], max_new_tokens=5, num_runs=1)
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    """What it generates does not continue what it is given."""
+    from integrations.models.test_encoder_decoder_families import family
+
+    name = "BartForConditionalGeneration"
+    with pytest.raises(UnsupportedError, match=f"^model must be without an encoder, got {name}"):
+        compare(family(name), torch.ones(1, 4, dtype=torch.int64), ["int8:g8"], max_new_tokens=2, num_runs=1)

@@ -292,8 +292,6 @@ def test_nothing_that_counts_is_named(after: int) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1}),
-        ("BartForConditionalGeneration", {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}),
         ("BertModel", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}),
         ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1}),
         (

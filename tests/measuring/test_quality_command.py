@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from oracles.language_models import FakeQuantCache4
+from transformers import AutoTokenizer
 
+import kvloom
 from kvloom.cli import main
 from kvloom.measuring.chart import Point, as_svg
+from kvloom.models import bundled_model_path
 
 
 def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,3 +140,80 @@ def test_plot_has_a_point_of_each_kind_with_less_error_lower() -> None:
 
 def test_plot_without_points_is_an_empty_one() -> None:
     assert ET.fromstring(as_svg([])).tag.endswith("svg")
+
+
+BOTH = ["--document", "document.txt", "--text", "text.txt"]
+
+
+@pytest.fixture(scope="module")
+def encoder_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a Bart that reads 30 tokens, with the bundled tokenizer."""
+    folder = tmp_path_factory.mktemp("bart")
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    sizes = {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+    }  # fmt: skip
+    config = transformers.BartConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=30)
+    torch.manual_seed(0)
+    transformers.BartForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "document.txt").write_text("def load(path):\n    return 1\n", encoding="utf-8")
+    (folder / "text.txt").write_text("load returns one, whatever path is" * 9, encoding="utf-8")
+    return folder
+
+
+def test_command_measures_what_a_decoder_says_of_a_document(
+    encoder_decoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document, text = encoder_decoder / "document.txt", encoder_decoder / "text.txt"
+    asked = ["quality", "--model", str(encoder_decoder), "--document", str(document), "--text", str(text)]
+    asked += ["--kv", "int8:g8", "--tokens", "40", "--window", "11"]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = transformers.BartForConditionalGeneration.from_pretrained(encoder_decoder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(encoder_decoder)
+    ids = tokenizer(text.read_text(encoding="utf-8")).input_ids[:40]
+    texts = torch.tensor(ids).view(4, 10)
+    texts = torch.cat([torch.full((4, 1), 2), texts], 1)
+    read = torch.tensor([tokenizer(document.read_text(encoding="utf-8")).input_ids]).expand(4, -1)
+    rows = kvloom.quality(model, texts, ["int8:g8"], encoder_inputs={"input_ids": read})
+    for told, row in zip(found, rows, strict=True):
+        assert told["mean_kl"] == pytest.approx(row.mean_kl, rel=1e-3)
+        assert told["perplexity"] == pytest.approx(row.perplexity)
+        assert (told["num_tokens"], told["nbytes_per_encoder_token"]) == (40, row.nbytes_per_encoder_token)
+    assert found[1]["worst_encoder_head"]["error"] > 0
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "encoder's head" in shown and f" {rows[1].nbytes_per_encoder_token:,.0f} " in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "text.txt"], "--document and --text must be files for BartForConditionalGeneration"),
+        (["--document", "document.txt"], "--document and --text must be files for BartForConditional"),
+        (["--document", "nowhere.txt", "--text", "text.txt"], "--document must be text in UTF-8"),
+        (["--document", "text.txt", "--text", "text.txt"], "--document must be at least 1 token and at most"),
+        ([*BOTH, "--window", "31"], "--window must be at most 30"),
+        ([*BOTH, "--keys", "biases"], "--model must be without an encoder, got BartForConditional"),
+        ([*BOTH, "--plan", "x.json", "--bits", "5"], "--model must be without an encoder, got BartFor"),
+    ],
+)  # fmt: skip
+def test_command_names_what_an_encoder_decoder_needs(
+    arguments: list[str],
+    message: str,
+    encoder_decoder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(encoder_decoder)
+    assert main(["quality", "--model", ".", "--kv", "int8:g8", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_refuses_a_document_for_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "document.txt").write_text("def", encoding="utf-8")
+    assert main(["quality", "--document", str(tmp_path / "document.txt")]) == 2
+    assert "--document must be left out for LlamaForCausalLM, which has no encoder" in capsys.readouterr().err

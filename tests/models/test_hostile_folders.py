@@ -220,3 +220,9 @@ def test_an_encoder_and_a_decoder_are_named(name: str, folder: Path) -> None:
         ArgumentError, match=f"^model must be a decoder, got the encoder and .* of {name}Config"
     ):
         load_model(folder)
+    if name == "Whisper":
+        with pytest.raises(ArgumentError, match=r"^model must have an encoder of texts alone, got Whisper"):
+            load_model(folder, with_encoder=True)
+    else:
+        model, _ = load_model(folder, with_encoder=True)
+        assert type(model).__name__ == "BartForConditionalGeneration"

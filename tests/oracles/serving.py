@@ -73,7 +73,7 @@ def make_session(
 ) -> ServingSession:
     """A session that has not begun, of the bundled model or of another with its tokens.
 
-    ``options`` are ``batch_invariant``, ``pack`` and ``store``.
+    ``options`` are ``batch_invariant``, ``pack``, ``store`` and ``drafts``.
     """
     bundled, tokenizer = load_model(bundled_model_path(), progress=False)
     tokenizer.chat_template = TEMPLATE
@@ -90,11 +90,12 @@ def served(
     pack: bool | str = False,
     model: Any = None,
     store: Any = None,
+    drafts: str | None = None,
     **options: Any,
 ) -> Iterator[Served]:
     """A server of the bundled model, or of another with its tokens; ``options`` are of ``Settings``."""
     settings = Settings(port=0, **options)
-    how = {"batch_invariant": batch_invariant, "pack": pack, "store": store}
+    how = {"batch_invariant": batch_invariant, "pack": pack, "store": store, "drafts": drafts}
     session = make_session(kv, config, settings, model, **how)
     with running([Model(("bundled",), session)], settings) as port:
         yield Served(session, port, settings)

@@ -44,6 +44,23 @@ def test_windows_and_reasons_are_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "13 keep keys and values of the last 4096 tokens\n" in out
 
 
+@pytest.mark.parametrize("name", ["bart", "whisper", "t5"])
+def test_of_an_encoder_and_a_decoder_both_halves_are_told(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not what the decoder alone allows, of which transformers has a model, too."""
+    out = supports(AutoConfig.for_model(name), tmp_path, capsys)
+    assert re.search(r"(\d+) keep keys and values\n +\1 keep keys and values of an encoder\n", out)
+    assert re.search(
+        r"KVCache +yes\nKVCache, static +yes\nKVPool +yes\ncontinuous_batching +no: model must be a", out
+    )
+
+
+def test_half_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = supports(AutoConfig.for_model("blip"), tmp_path, capsys)
+    assert re.search(r"KVCache +half: keys and values of the encoder stay", out)
+
+
 def test_a_door_refuses_in_the_same_words() -> None:
     model = mllama()
     with pytest.raises(UnsupportedError) as refused:
@@ -72,7 +89,8 @@ def test_the_page_says_what_the_models_say() -> None:
             "families have other defaults in other versions: scripts/list_models.py writes those of this one"
         )
     module = runpy.run_path(str(ROOT / "scripts" / "list_models.py"))
-    for name in ("llama", "gemma3_text", "deepseek_v32", "qwen3_next", "falcon_h1", "mamba", "moshi", "blt"):
+    names = "llama gemma3_text deepseek_v32 qwen3_next falcon_h1 mamba moshi blt bart whisper blip mllama"
+    for name in names.split():
         line = module["row"](name, module["support"](name), [])
         [told] = [x for x in text.splitlines() if x.startswith(f"| `{name}` |")]
         found, expected = (re.sub(r"\[\^\d+\]", "", x).strip() for x in (line, told))

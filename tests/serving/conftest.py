@@ -23,6 +23,7 @@ NEEDS_PACKAGES = [
     "test_choosing.py",
     "test_clients.py",
     "test_dashboard.py",
+    "test_drafts.py",
     "test_guard.py",
     "test_hostile.py",
     "test_latent_models.py",

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
 from kvloom.integrations.transformers.models.positions import expect_positions
+from kvloom.integrations.transformers.models.text_config import text_config_of
 
 STOCK = "DynamicCache"
 
@@ -62,7 +64,11 @@ def compare(
         max_new_tokens: New tokens of each run.
         num_runs: Number of timed runs of each kind.
         in_place: Whether kvloom's attention reads a kind in place, or the model's own attention reads it.
+
+    Raises:
+        UnsupportedError: the model has an encoder, or does not generate.
     """
+    expect_decoder(model)
     expect_positions("input_ids and max_new_tokens", model, input_ids.shape[1] + max_new_tokens)
     rows = [STOCK, *kinds]
     tokens: dict[str, Tensor] = {}
@@ -98,6 +104,20 @@ def compare(
         )
         for kind in rows
     ]
+
+
+def expect_generating(model: Any) -> None:
+    """Raise UnsupportedError unless a model generates; ArgumentError if it is none."""
+    text_config_of(model)
+    if not model.can_generate():
+        raise UnsupportedError(f"model must be one that generates, got {type(model).__name__}")
+
+
+def expect_decoder(model: Any) -> None:
+    """Raise UnsupportedError unless a model generates by a decoder alone; ArgumentError if it is none."""
+    expect_generating(model)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(f"model must be without an encoder, got {type(model).__name__}")
 
 
 def cache_of(model: Any, kind: str) -> KVCache | None:

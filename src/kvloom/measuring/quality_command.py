@@ -22,6 +22,8 @@ _KINDS: Final = ["float16", "int8", "int4"]
 _NUM_TOKENS: Final = 4096
 _WINDOW: Final = 512
 _LONGEST: Final = "max"
+_WIDTH: Final = 120
+"""Columns of a table with an encoder's bytes and heads."""
 _CALIBRATED: Final = 1024
 """Number of tokens to calibrate a plan."""
 _PEERS: Final = (("quanto", 0), ("hqq", 1))
@@ -41,6 +43,8 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
     parser.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
     parser.add_argument("--text", default=HELD_OUT, metavar="TEXT",
                         help=f"a file, {HELD_OUT} (default), {' or '.join(PACKAGES)}: sources")  # fmt: skip
+    parser.add_argument("--document", type=Path, metavar="FILE",
+                        help="what an encoder reads; --text is then what the decoder says of it")  # fmt: skip
     parser.add_argument("--kv", action="append", metavar="KIND[:gGROUP]",
                         help=f"a kind of cache, may be repeated (default: {', '.join(_KINDS)})")  # fmt: skip
     parser.add_argument("--peers", action="store_true",
@@ -83,6 +87,7 @@ def print_quality(args: argparse.Namespace) -> None:
         window = _WINDOW if args.window is None else args.window
         expect_least("--window", window, 2)
         _expect_after(args.after, window)
+    document = None if args.document is None else read_text("--document", args.document)
     texts = texts_named(args.text)
     if args.model is not None:
         check_model_folder(args.model)  # before imports that take seconds
@@ -90,14 +95,14 @@ def print_quality(args: argparse.Namespace) -> None:
     from rich.progress import Progress
 
     from kvloom.measuring.changed_keys import changed_keys
-    from kvloom.measuring.quality import quality, windows_of
+    from kvloom.measuring.quality import quality
 
     model, tokenizer = args.load(args.model)
     window = _within_positions(model, args.window)
     if args.window is None and window < _WINDOW:
         sys.stderr.write(f"kvloom: windows of {window} tokens, not {_WINDOW}, by the model's positions\n")
     _expect_after(args.after, window)
-    windows = windows_of(tokenizer, texts, args.tokens, "--text", window)
+    windows, inputs = _read(args, model, tokenizer, texts, window, document)
     prompt = min(windows.shape[1] // 2, windows.shape[1] - 2) if args.decode else 0
     after = prompt if args.after is None else args.after
     console = Console(stderr=True)
@@ -114,6 +119,7 @@ def print_quality(args: argparse.Namespace) -> None:
             model,
             windows,
             [*kinds, *peers],
+            encoder_inputs=inputs,
             after=after,
             decode=args.decode,
             on_step=lambda done, total: bar.update(task, completed=done, total=total),
@@ -132,6 +138,30 @@ def print_quality(args: argparse.Namespace) -> None:
             for n, row in enumerate(rows)
         ]
         args.plot.write_text(as_svg(points), encoding="utf-8")
+
+
+def _read(
+    args: argparse.Namespace, model: Any, tokenizer: Any, texts: Any, window: int, document: str | None
+) -> tuple[Any, Any]:
+    """Texts ``[N, W]``, and what an encoder reads for them; ``None`` without one."""
+    from kvloom.measuring.encoder_inputs import document_inputs, started
+    from kvloom.measuring.quality import windows_of
+
+    name = type(model).__name__
+    if not model.config.is_encoder_decoder:
+        if document is not None:
+            raise ArgumentError(f"--document must be left out for {name}, which has no encoder")
+        return windows_of(tokenizer, texts, args.tokens, "--text", window), None
+    if document is None or args.text == HELD_OUT:
+        raise ArgumentError(
+            f"--document and --text must be files for {name}: what its encoder reads, and its decoder says"
+        )
+
+    def of_target(text: str, **options: Any) -> Any:
+        return tokenizer(text_target=text, **options)
+
+    windows = started(model, windows_of(of_target, texts, args.tokens, "--text", max(window - 1, 1)))
+    return windows, document_inputs(model, tokenizer, document, len(windows))
 
 
 def _tokens(text: str) -> int | str:
@@ -211,8 +241,13 @@ def _name(n: int, row: "Quality", num_ours: int) -> str:
 
 
 def _as_json(row: "Quality") -> dict[str, Any]:
-    worst = row.worst_head
-    return asdict(row) | {"worst_head": worst and dict(zip(("layer", "head", "error"), worst, strict=True))}
+    worst = {name: getattr(row, name) for name in ("worst_head", "worst_encoder_head")}
+    names = ("layer", "head", "error")
+    return asdict(row) | {name: x and dict(zip(names, x, strict=True)) for name, x in worst.items()}
+
+
+def _worst(head: tuple[int, int, float] | None) -> str:
+    return "" if head is None else f"{head[2]:.1%} ({head[0]}, {head[1]})"
 
 
 def _print_table(rows: "list[Quality]", num_ours: int, title: str) -> None:
@@ -220,20 +255,29 @@ def _print_table(rows: "list[Quality]", num_ours: int, title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title)
-    for heading in ("cache", "bytes", "perplexity", "KL", "agree", "worst head"):
+    has_encoder = rows[0].nbytes_per_encoder_token > 0
+    headings = ["cache", "bytes", "perplexity", "KL", "agree", "worst head"]
+    if has_encoder:
+        headings[2:2] = ["encoder's"]
+        headings.append("encoder's head")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
     for n, row in enumerate(rows):
         change = row.perplexity / rows[0].perplexity - 1
-        worst = row.worst_head
         table.add_row(
             _name(n, row, num_ours),
             f"{row.nbytes_per_token:,.0f}",
+            *([f"{row.nbytes_per_encoder_token:,.0f}"] if has_encoder else []),
             f"{change:+.2%}" if n else f"{row.perplexity:.3f}",
             f"{row.mean_kl:.1e}" if n else "",
             f"{row.agreed:.1%}" if n else "",
-            "" if worst is None else f"{worst[2]:.1%} ({worst[0]}, {worst[1]})",
+            _worst(row.worst_head),
+            *([_worst(row.worst_encoder_head)] if has_encoder else []),
         )
     console = Console()
+    if has_encoder:
+        console.width = max(console.width, _WIDTH)
     console.print(table)
-    console.print("bytes: of a token; KL (nats), agree: next tokens against DynamicCache")
+    of_encoder = " of the text, and of one of the encoder's" if has_encoder else ""
+    console.print(f"bytes: of a token{of_encoder}; KL (nats), agree: next tokens against DynamicCache")
     console.print("worst head (layer, head): error of its output if only that layer is kept so")

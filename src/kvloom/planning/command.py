@@ -33,7 +33,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens of each sequence (default: the most)"
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences, or inputs, at once")
+    parser.add_argument("--beams", type=int, default=1, metavar="N", help="beams, or samples, of each input")
+    parser.add_argument(
+        "--encoder-tokens",
+        type=int,
+        metavar="N",
+        help="tokens that an encoder makes of an input (default: the most)",
+    )
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
     parser.add_argument(
         "--at-once", action="store_true", help="prompts of one forward, not the most of any forwards"
@@ -63,7 +70,8 @@ def print_plans(args: argparse.Namespace) -> None:
     if args.kv is not None:
         expect_kv("--kv", args.kv)
     memory = None if args.memory is None else parse_bytes("--memory", args.memory)
-    from kvloom.planning.model import ModelShape, read_config
+    from kvloom.planning.making import read_config
+    from kvloom.planning.model import ModelShape
     from kvloom.planning.plan import kinds_for, plan
 
     shape = ModelShape.of(read_config(args.model))
@@ -77,6 +85,8 @@ def print_plans(args: argparse.Namespace) -> None:
             page_size=args.page_size,
             pack=PACKS[args.pack],
             at_once=args.at_once,
+            encoder_tokens=args.encoder_tokens,
+            beams=args.beams,
         )
         for kv in kinds
     ]
@@ -93,7 +103,8 @@ def print_plans(args: argparse.Namespace) -> None:
 
 def _as_json(plan: "Plan", memory: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: getattr(plan, name) for name in ("kv", "context", "batch", "page_size", *_PARTS)
+        name: getattr(plan, name)
+        for name in ("kv", "context", "batch", "beams", "encoder_tokens", "page_size", *_PARTS)
     }
     found |= {"state_page": plan.state_page, "state_tokens": plan.state_tokens}
     found["layers"] = [
@@ -116,9 +127,11 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
     first, console = plans[0], Console()
     console.width = max(console.width, _WIDTH)  # numbers must not be cut
     parts = [part for part in _PARTS[1:] if any(getattr(x, part) for x in plans)]
+    beams = "" if first.beams == 1 else f" x {first.beams} beams"
+    read = f" beside {first.batch} x {first.encoder_tokens:,} of the encoder" if first.encoder_tokens else ""
     console.print(
-        f"weights of {first.weights:,} bytes; {first.batch} x {first.context:,} tokens in pages of "
-        f"{first.page_size}:"
+        f"weights of {first.weights:,} bytes; {first.batch}{beams} x {first.context:,} tokens{read} in pages "
+        f"of {first.page_size}:"
     )
     table = Table("kv")
     for part in (*parts, *(() if memory is None else ("longest", "batch"))):
@@ -148,6 +161,6 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
         )
     if memory is not None:
         console.print(
-            f"longest: tokens of each of {first.batch} in {memory:,} bytes; batch: sequences of "
-            f"{first.context:,} tokens"
+            f"longest: tokens of each of {first.batch}{beams} in {memory:,} bytes; batch: "
+            f"{'sequences' if not (beams or read) else f'inputs{beams}'} of {first.context:,} tokens"
         )

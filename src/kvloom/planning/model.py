@@ -1,24 +1,12 @@
 """Size of a model's weights, and shapes of its layers, found without memory for them."""
 
-import copy
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from inspect import signature
-from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
-from unittest.mock import patch
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-)
+from transformers import AutoModelForImageTextToText, EncoderDecoderCache, PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
 from kvloom.core.entries import Entry
@@ -26,15 +14,18 @@ from kvloom.core.specs import entry_of
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.invariance import packable_bytes
-from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.cache_argument import as_argument, attends_to_encoder
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of
 from kvloom.integrations.transformers.models.loading import is_seeing
 from kvloom.integrations.transformers.models.seen import Watched
 from kvloom.integrations.transformers.models.text_config import names_rank
+from kvloom.planning.encoders import encoder_positions, run_decoder, run_given
+from kvloom.planning.making import model_of, without_data, without_logs
 
-Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
+Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none", "encoder"]
 """Kinds of layers: attention to all tokens, to a window, by latents; attention beside a recurrent state, a
-state alone; a layer without keys, values and states of its own."""
+state alone; a layer without keys, values and states of its own; attention to an encoder's tokens, which of
+an encoder-decoder is beside one of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +58,18 @@ class ModelShape:
         weights: Bytes of all parameters and buffers, tied ones once.
         layers: Shapes of the layers, in order.
         packable: Maximum bytes of packed weights of linear layers.
+        encoder: Unquantized keys and values of a token of the encoder, by the number of the layer that
+            attends to it; empty without an encoder.
+        encoder_positions: Most tokens of the encoder for one input; ``None`` if no configuration says it, 0
+            if the caller may give what an encoder made.
     """
 
     config: Any
     weights: int
     layers: tuple[LayerShape, ...]
     packable: int = 0
+    encoder: Mapping[int, Entry] = field(default_factory=dict)
+    encoder_positions: int | None = None
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -80,26 +77,27 @@ class ModelShape:
 
         Raises:
             ArgumentError: ``config`` is no configuration.
-            UnsupportedError: the model does not generate text or cannot run so, has an encoder or quantized
-                weights, or a layer keeps something other than keys, values and a recurrent state, or outside
-                of the cache.
+            UnsupportedError: the model does not generate text or cannot run so, its quantized weights cannot
+                be loaded here, or a layer keeps something other than keys, values and a recurrent state, or
+                outside of the cache.
         """
         if not isinstance(config, PretrainedConfig):
             raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
-        if config.is_encoder_decoder:  # for some of these transformers makes the decoder alone
-            raise UnsupportedError(
-                f"config must be of a decoder alone, got the encoder and decoder of {type(config).__name__}"
-            )
-        model, seen = _run_without_data(config)
+        model, seen, beside, positions = _run_without_data(config)
         layers = layers_of(model)
         if any(x.tokens for x in layers):  # others have a cache of transformers' own
             expect_use(model, "cache", layers)
-        if foreign := next((x.keeps for x in layers if x.is_foreign), None):
+        if foreign := next((x.keeps for x in layers if x.is_foreign or x.crosses), None):
             raise UnsupportedError(
                 f"config must have layers of keys and values or of recurrent states, got {foreign} in "
                 f"{type(config).__name__}"
             )
         text = config.get_text_config(decoder=True)
+        if config.is_encoder_decoder and beside is not None and not beside.seen:
+            raise UnsupportedError(
+                f"config must be of a model that keeps what its encoder read in its cache, got "
+                f"{type(config).__name__}, which keeps it elsewhere"
+            )
         return cls(
             text,
             _weights_of(config, model),
@@ -108,54 +106,9 @@ class ModelShape:
                 for i, layer in enumerate(layers)
             ),
             packable_bytes(model),
+            {} if beside is None else {i: entry_of(*pair) for i, pair in beside.seen.items()},
+            positions,
         )
-
-
-def read_config(path: str | Path) -> Any:
-    """Read the configuration in a folder, or in a file ``config.json``; needs no weights and runs no code.
-
-    Raises:
-        ArgumentError: there is none, or it is damaged or of an unknown model.
-    """
-    folder = Path(path)
-    if not (folder.is_file() or (folder / "config.json").is_file()):
-        raise ArgumentError(f"model must be a config.json, or a local folder with one, got {str(path)!r}")
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers may raise anything for a damaged file
-        raise ArgumentError(
-            f"model must have a configuration that loads, got {str(path)!r}: {summary_of(error)}"
-        ) from error
-
-
-AUTO_CLASSES: Final = [
-    getattr(transformers, name)
-    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
-    if hasattr(transformers, name)
-]
-"""Auto classes of models that generate text, multimodal ones included."""
-
-
-def model_of(config: Any, *, sees: bool = False) -> Any:
-    """Make the model of a configuration without quantized weights, on torch's default device.
-
-    Of some there is one with a tower of pictures and one without; ``sees`` prefers the former.
-    """
-    config = copy.deepcopy(config)  # in which transformers writes how it attends
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    found = [x for x in AUTO_CLASSES if type(config) in x._model_mapping] or [AutoModelForCausalLM]
-    auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
-    return auto.from_config(config, attn_implementation="eager", dtype=_dtype_of(config)).eval()
-
-
-def _dtype_of(config: Any) -> Any:
-    """Dtype of the weights, which some configurations say of the part that generates text alone."""
-    for x in (config, config.get_text_config(decoder=True)):
-        dtype = getattr(x, "dtype", None)
-        if dtype is not None:
-            return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return None
 
 
 def _weights_of(config: Any, model: Any) -> int:
@@ -187,60 +140,44 @@ def _weights_of(config: Any, model: Any) -> int:
     return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
 
 
-_TORCH_AUTOCAST: Final = torch.autocast
+class _Run(NamedTuple):
+    """A model that ran, with what it gave its cache."""
+
+    model: Any
+    own: Watched
+    encoder: Watched | None
+    positions: int | None
 
 
-def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autocast`` for the meta device, too, for which older transformers turns it off."""
-    return nullcontext() if device_type == "meta" else _TORCH_AUTOCAST(device_type, *args, **kwargs)
-
-
-class _Decided(TorchDispatchMode):
-    """Reads 1 or true from every tensor without data, as of the length of one token."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def without_logs() -> Iterator[None]:
-    """Context in which transformers logs nothing."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def _run_without_data(config: Any) -> _Run:
+    """Make the model from a copy of ``config`` and run it on one token, and on one of its encoder."""
     try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _run_without_data(config: Any) -> tuple[Any, Watched]:
-    """Make the model from a copy of ``config`` and run it on one token; returns it with its cache."""
-    try:
-        with (
-            torch.device("meta"),
-            torch.no_grad(),
-            patch.object(torch, "autocast", _autocast),
-            _Decided(),  # type: ignore[no-untyped-call]
-            without_logs(),
-        ):
+        with without_data():
             model = model_of(config)
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # its shapes do not depend on data
-            cache = Watched(model.config.get_text_config(decoder=True))
+            text = model.config.get_text_config(decoder=True)
+            cache = Watched(text)
+            if config.is_encoder_decoder:
+                beside = Watched(text)
+                run_decoder(model, EncoderDecoderCache(cache, beside))
+                return _Run(model, cache, beside, encoder_positions(model))
             one = torch.ones(1, 1, dtype=torch.int64)
             given = as_argument(model, cache)
             if "cache_params" in signature(model.forward).parameters:  # until 5.23, only for recurrent models
                 given = {"cache_params": cache}
             model(one, attention_mask=one, use_cache=True, **given)
+            if attends_to_encoder(model):  # that of the caller, if there is one
+                beside = Watched(text)
+                run_given(model, EncoderDecoderCache(Watched(text), beside))
+                return _Run(model, cache, beside, 0)
     except Exception as error:
+        kind = "an encoder-decoder" if config.is_encoder_decoder else "a causal language model"
         raise UnsupportedError(
-            f"config must be of a causal language model that computes a token without data, got "
-            f"{type(config).__name__}: {summary_of(error)}"
+            f"config must be of {kind} that computes a token without data, got {type(config).__name__}: "
+            f"{summary_of(error)}"
         ) from error
-    return model, cache
+    return _Run(model, cache, None, None)
 
 
 def _shape(name: str, layer: LayerSpec, cache: Watched, index: int, is_latent: bool) -> LayerShape:

@@ -9,9 +9,11 @@ from kvloom.caches import CacheFormat, Sequences
 from kvloom.core.entries import CODES, group_for
 from kvloom.core.spelling import STORAGE, expect_pack
 from kvloom.errors import ArgumentError, ConfigError
+from kvloom.integrations.transformers.cache.encoder import format_beside
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.models.positions import positions_of
-from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
+from kvloom.planning.making import read_config
+from kvloom.planning.model import Kind, LayerShape, ModelShape
 
 _LONGEST: Final = 1 << 40
 """Maximum number of tokens, or sequences, of a search."""
@@ -22,7 +24,8 @@ class LayerPlan:
     """Bytes of one layer.
 
     Attributes:
-        kind: ``"full"``, ``"window"``, ``"latent"`` (MLA), ``"hybrid"``, ``"recurrent"`` or ``"none"``.
+        kind: ``"full"``, ``"window"``, ``"latent"`` (MLA), ``"hybrid"``, ``"recurrent"``, ``"none"``, or
+            ``"encoder"`` for what one attends to in an encoder's tokens.
         cache: Bytes of keys and values, or of their codes.
         scales: Bytes of scales.
         states: Bytes of recurrent states, which transformers' own layers keep.
@@ -45,6 +48,9 @@ class LayerPlan:
 class Plan:
     """Bytes of a model and its ``KVCache`` with ``batch`` sequences of ``context`` tokens each.
 
+    With ``beams`` there are as many sequences of each input. An encoder's keys and values are kept once for
+    each input, whatever its beams.
+
     ``cache + scales`` is the most that ``KVCache.nbytes`` with ``max_tokens`` is while so many tokens are
     read, in forwards of any number of tokens; with ``at_once`` it is, to the byte, what it is after prompts
     of one forward. It is also the bytes of a ``KVPool`` with as many token slots in whole pages; ``tables``
@@ -55,12 +61,14 @@ class Plan:
         kv: Format string of keys and values.
         values: Format string of the values, if it differs; else ``None``.
         context: Tokens of each sequence.
-        batch: Number of sequences.
+        batch: Number of sequences, or of inputs if there are ``beams`` of each.
         page_size: Tokens in a page.
-        layers: Bytes of each layer.
+        layers: Bytes of each layer; those of an encoder's tokens follow, each a layer of its own.
         tables: Bytes of page tables, one table for all layers of a window.
         pack: As of ``enable``.
         at_once: As of ``plan``.
+        encoder_tokens: Tokens of the encoder for each input; 0 without an encoder.
+        beams: Sequences of each input.
     """
 
     shape: ModelShape
@@ -73,6 +81,8 @@ class Plan:
     tables: int
     pack: bool | str = False
     at_once: bool = False
+    encoder_tokens: int = 0
+    beams: int = 1
 
     @property
     def weights(self) -> int:
@@ -108,7 +118,7 @@ class Plan:
     @property
     def state_tokens(self) -> int:
         """Number of tokens whose keys and values have at least as many bytes as ``state_page``."""
-        format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
+        format = self._format
         layers = [*enumerate(self.shape.layers)]
         nbytes = sum(format.of_layer(i).entry(x.entry).nbytes for i, x in layers if x.entry)
         nbytes += sum(x.index.nbytes for _, x in layers if x.index)
@@ -156,21 +166,35 @@ class Plan:
         return _most(lambda n: self._with(self.context, n).total <= memory)
 
     def _with(self, context: int, batch: int) -> "Plan":
-        format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
+        format, rows = self._format, batch * self.beams
         windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.entry or layer.index)
         held = {window: _held(context, window, self.page_size, self.at_once) for window in windows}
-        return replace(
-            self,
-            context=context,
-            batch=batch,
-            layers=tuple(
-                _layer(
-                    layer, format.of_layer(i), batch, *held.get(layer.window, (0, 0)), context, self.at_once
-                )
-                for i, layer in enumerate(self.shape.layers)
-            ),
-            tables=sum(8 * batch * num_pages for num_pages, _ in held.values()),
+        own = tuple(
+            _layer(layer, format.of_layer(i), rows, *held.get(layer.window, (0, 0)), context, self.at_once)
+            for i, layer in enumerate(self.shape.layers)
         )
+        beside, num_tokens = format_beside(format, range(len(own))), self.encoder_tokens
+        num_pages = -(-num_tokens // beside.page_size)
+        of_encoder = tuple(
+            _layer(
+                LayerShape("encoder", entry, None, 0),
+                beside.of_layer(i),
+                batch,
+                num_pages,
+                num_tokens,
+                0,
+                True,
+            )
+            for i, entry in self.shape.encoder.items()
+            if num_tokens
+        )
+        tables = 8 * (rows * sum(count for count, _ in held.values()) + batch * num_pages)
+        return replace(self, context=context, batch=batch, layers=own + of_encoder, tables=tables)
+
+    @property
+    def _format(self) -> CacheFormat:
+        """Format of the decoder's tokens."""
+        return cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
 
 
 def plan(
@@ -183,6 +207,8 @@ def plan(
     values: str | None = None,
     pack: bool | str = False,
     at_once: bool = False,
+    encoder_tokens: int | None = None,
+    beams: int = 1,
 ) -> Plan:
     """Compute the exact bytes of a model and its cache; needs no weights and allocates nothing.
 
@@ -190,12 +216,17 @@ def plan(
         config: A ``PretrainedConfig``, a ``config.json``, a folder with one, or a ``ModelShape``.
         kv: As of ``KVCache.for_model``.
         context: Tokens of each sequence; ``None`` for the model's maximum.
-        batch: Number of sequences.
+        batch: Number of sequences; of inputs if there are ``beams`` of each.
         page_size: Tokens in a page.
         values: As ``kv``, for the values alone.
         pack: As of ``enable``: ``True`` for packed weights of linear layers beside the others.
         at_once: Whether prompts are read in one forward, and nothing after them. Otherwise windows and
             residual windows count twice: a forward that passes them has the tokens of before it, too.
+        encoder_tokens: Of an encoder-decoder, the tokens that its encoder makes of each input, padding
+            included; ``None`` for the most by the configuration, such as Whisper's 1,500. Of a decoder to
+            which the caller may give what an encoder made, the tokens of that, or ``None``.
+        beams: Sequences of each input, which share what the encoder made of it: ``num_beams`` times
+            ``num_return_sequences`` of samples.
 
     Raises:
         ArgumentError: an argument is none of these, or ``kv`` has a group that does not divide a head dim.
@@ -210,20 +241,44 @@ def plan(
             raise ArgumentError(
                 "context must be given, for the configuration names no max_position_embeddings"
             )
-    for name, value, least in (("context", context, 0), ("batch", batch, 1), ("page_size", page_size, 1)):
+    encoder_tokens = _encoder_tokens(shape, encoder_tokens)
+    for name, value, least in (
+        ("context", context, 0),
+        ("batch", batch, 1),
+        ("page_size", page_size, 1),
+        ("encoder_tokens", encoder_tokens, 1 if shape.encoder and shape.encoder_positions != 0 else 0),
+        ("beams", beams, 1),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ArgumentError(f"{name} must be an int of at least {least}, got {value!r}")
     expect_pack(pack)
-    empty = Plan(shape, kv, values, context, batch, page_size, (), 0, pack, at_once)
+    empty = Plan(shape, kv, values, context, batch, page_size, (), 0, pack, at_once, encoder_tokens, beams)
     try:
         return empty._with(context, batch)
     except ConfigError as error:
         raise ArgumentError(f"kv must fit every layer, got {kv!r}: {error}") from error
 
 
+def _encoder_tokens(shape: ModelShape, given: int | None) -> int:
+    """Tokens of the encoder for each input: those given, or the most by the configuration."""
+    if not shape.encoder:
+        if given is not None:
+            raise ArgumentError(f"encoder_tokens must be None for a model without an encoder, got {given!r}")
+        return 0
+    if given is None:
+        given = shape.encoder_positions
+    if given is None:
+        raise ArgumentError(
+            "encoder_tokens must be given, for the configuration does not say how many tokens the encoder "
+            "makes of an input"
+        )
+    return given
+
+
 def kinds_for(shape: ModelShape) -> list[str]:
     """Every ``kv`` that a model can have; codes only if its head dims have a group."""
-    dims = {side.head_dim for layer in shape.layers if layer.entry for side in layer.entry.sides}
+    entries = [*(layer.entry for layer in shape.layers if layer.entry), *shape.encoder.values()]
+    dims = {side.head_dim for entry in entries for side in entry.sides}
     return [kind for kind in STORAGE if kind not in CODES or all(map(group_for, dims))]
 
 

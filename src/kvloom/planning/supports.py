@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def print_support(args: argparse.Namespace) -> None:
     """Print what the layers of a model keep, and which uses it allows."""
-    from kvloom.planning.model import read_config
+    from kvloom.planning.making import read_config
 
     found = support_of_config(read_config(args.model))
     sys.stdout.write(json.dumps(asdict(found)) if args.json else as_text(found))
@@ -43,7 +43,7 @@ def support_of_config(config: Any) -> "Support":
 
     from kvloom.integrations.transformers import summary_of
     from kvloom.integrations.transformers.supports import support_of
-    from kvloom.planning.model import model_of, without_logs
+    from kvloom.planning.making import model_of, without_logs
 
     try:
         with torch.device("meta"), without_logs():
@@ -57,12 +57,12 @@ def support_of_config(config: Any) -> "Support":
 
 
 def as_text(found: "Support") -> str:
-    """A few lines: layers by what they keep, and each use with ``yes``, or ``no`` and the reason."""
+    """A few lines: layers by what they keep, and each use: ``yes``, or ``no`` or ``half`` and the reason."""
     lines = [f"{found.model}, {sum(found.layers.values())} layers"]
     lines += [f"  {count:4d} keep {keeps}" for keeps, count in found.layers.items()]
     width = max(map(len, found.why_not)) + 2
-    for use, why in found.why_not.items():
-        said = textwrap.wrap(f"no: {why}", _WIDTH - width) if why else ["yes"]
+    for use, (answer, why) in found.answers().items():
+        said = textwrap.wrap(f"{answer}: {why}" if why else answer, _WIDTH - width)
         lines.append(f"{use:{width}}{said[0]}")
         lines += [" " * width + line for line in said[1:]]
     return "\n".join(lines)

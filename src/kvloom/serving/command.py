@@ -133,6 +133,7 @@ def _model_of(
         batch_invariant=args.batch_invariant,
         pack=PACKS[args.pack],
         store=args.store,
+        drafts="lookup" if args.drafts else None,
         processor=processor,
         picture_tokens=args.picture_tokens,
     )

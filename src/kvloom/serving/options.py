@@ -116,6 +116,11 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="the same bits for a request alone and among others; on if not said",
     )
+    group.add_argument(
+        "--drafts",
+        action="store_true",
+        help="steps also verify tokens that came earlier in a request's own text: the same answers, sooner",
+    )
     group.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.cache.test_encoder_decoders import NAMES, family
+from integrations.cache.test_encoder_decoders import NAMES, SIZES, family
 from integrations.models.test_families import padded_prompts
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
 from kvloom import ops
-from kvloom.errors import ArgumentError, ShapeError, StateError
+from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import EncoderDecoderKVCache, KVCache, enable
 from kvloom.integrations.transformers.attention.crossed import CrossStates, attend_crossed
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
@@ -91,6 +91,57 @@ def test_beams_keep_the_keys_of_an_encoder_once(kv: str) -> None:
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_report_says_what_both_halves_hold(name: str, way: str) -> None:
+    """And what they save against transformers' cache with the same rows."""
+    model = family(name)
+    expected: Any = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache())
+    generated(model, **WAYS[way], **{CACHE_ARGUMENT: expected})
+    cache = KVCache.for_model(model, "int8:g4", page_size=4)
+    assert (cache.report()["nbytes"], cache.report()["text"]["kv"]) == (0, None)
+    generated(model, **WAYS[way], **{CACHE_ARGUMENT: cache})
+    found, num_read = cache.report(), padded_prompts()["input_ids"].shape[1]
+    assert found["nbytes"] == cache.nbytes == sum(found[half]["nbytes"] for half in ("text", "encoder"))
+    assert (found["encoder"]["stored_rows"], found["encoder"]["tokens"]) == (2, num_read)
+    assert found["text"]["rows"] == found["encoder"]["rows"] == cache.num_rows
+    assert found["text"]["tokens"] == cache.get_seq_length()
+    assert found["text"]["kv"] == "int8:g4" and found["encoder"]["kv"] == "int8:g4,smooth=none"
+    for half in ("self_attention", "cross_attention"):
+        layers = getattr(expected, f"{half}_cache").layers
+        held = sum(x.keys.nbytes + x.values.nbytes for x in layers)
+        assert found["encoder" if half == "cross_attention" else "text"]["nbytes_dynamic"] == held
+    rows = f"{cache.num_rows} rows x {cache.get_seq_length()} tokens"
+    read = f"beside 2 for {cache.num_rows} rows x {num_read} of the encoder"
+    said = f"EncoderDecoderKVCache(kv='int8:g4', {rows}, {read}, {cache.nbytes:,} bytes)"
+    assert repr(cache) == said
+    cache.reset()
+    assert (cache.report()["encoder"]["stored_rows"], cache.report()["nbytes_dynamic"]) == (0, 0)
+
+
+def test_late_keys_of_an_encoder_have_eight_bits_where_others_have_four() -> None:
+    """With five beams of the usual head dim, in at most 0.035 of the bytes of five copies in float32."""
+    sizes = SIZES | {"d_model": 128, "decoder_layers": 4, "decoder_attention_heads": 2}
+    cache: Any = KVCache.for_model(family("Bart", sizes), "int4")
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    encoder = cache.cross_attention_cache
+    torch.manual_seed(0)
+    num_bytes, errors = 0, []
+    for i in range(4):
+        pair = [torch.randn(1, 2, 1500, 64).expand(5, -1, -1, -1) for _ in range(2)]
+        pair[1] = pair[1] * (1 + 9 * (torch.arange(64) == 5))  # an outlier, which a rotation spreads
+        encoder.update(*pair, i)
+        num_bytes += sum(5 * x[0].nbytes for x in pair)
+        stored = encoder.layers[i].keys, encoder.layers[i].values
+        errors.append([float((a - b).square().mean().sqrt()) for a, b in zip(stored, pair, strict=True)])
+    assert encoder.nbytes <= 0.035 * num_bytes
+    # The largest of 64 numbers of size 1 is 2.4 on average. Codes of 4 bits have steps of an eighth of it,
+    # of 8 bits of a 127th; the error is a step / sqrt(12). Rotated values are of size sqrt(163 / 64).
+    for i, (of_keys, of_values) in enumerate(errors):
+        assert of_keys == pytest.approx((0.0055, 0.09)[i < 2], rel=0.2)
+        assert of_values == pytest.approx(0.09 * (163 / 64) ** 0.5, rel=0.2)
+
+
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("attention", ["kvloom", "eager"])
 def test_changes_of_rows_are_those_of_transformers(kv: str, attention: str) -> None:
@@ -115,6 +166,36 @@ def test_changes_of_rows_are_those_of_transformers(kv: str, attention: str) -> N
             assert torch.equal(layer.keys + 0, other.keys)
             assert torch.equal(layer.values + 0, other.values)
             assert layer.keys.shape == other.keys.shape
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 3, 0, 1], [3, 0, 1, 2], [0, 0, 2, 2]])
+def test_assigned_keys_are_those_of_the_rows(order: list[int]) -> None:
+    """Of stored rows in any order; rows that share one cannot differ."""
+    cache, _ = filled(rows=2, repeats=2)
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    encoder = cache.cross_attention_cache
+    encoder.batch_select_indices(torch.tensor(order))
+    layer, rows = encoder.layers[0], torch.tensor(order) // 2
+    torch.manual_seed(1)
+    new = torch.randn(2, 4, 20, 8)[rows]
+    layer.keys = new
+    assert torch.equal(layer.keys + 0, new)
+    with pytest.raises(UnsupportedError, match="cannot be changed in place"):
+        layer.values[1] = 0
+    with pytest.raises(UnsupportedError, match=r"^keys must be equal in rows that share"):
+        layer.keys = torch.randn(4, 4, 20, 8)
+    with pytest.raises(ShapeError, match=r"^values must be \[B, H, N, D\] with B=4, got \[2, 4, 20, 8\]$"):
+        layer.values = new[:2]
+    assert torch.equal(layer.keys + 0, new)
+
+
+def test_values_of_rows_in_another_order_are_written_in_place() -> None:
+    cache, pairs = filled(rows=3)
+    cache._own_layers[0]._config._attn_implementation = "eager"
+    cache.cross_attention_cache.batch_select_indices(torch.tensor([2, 0, 1]))
+    layer, expected = cache.cross_attention_cache.layers[0], pairs[0][1][[2, 0, 1]]
+    layer.values[1, :, 3] = expected[1, :, 3] = 7
+    assert torch.equal(layer.values + 0, expected)
 
 
 def test_pages_of_an_encoder_that_no_row_needs_are_free() -> None:
@@ -341,6 +422,34 @@ def test_halves_of_different_batches_are_not_changed() -> None:
         cache.reorder_cache(torch.tensor([0, 0, 0]))
 
 
+def test_the_legacy_format_has_both_halves() -> None:
+    cache, pairs = filled(repeats=2)
+    assert cache.to_legacy_cache() == ()
+    own = [tuple(torch.randn(2, 4, 4, 3, 8).unbind(0)) for _ in pairs]
+    for i, pair in enumerate(own):
+        cache.update(*pair, i)
+    legacy, given = cache.to_legacy_cache(), [(*a, *b) for a, b in zip(own, pairs, strict=True)]
+    for found, expected in zip(legacy, given, strict=True):
+        assert all(map(torch.equal, found, expected))
+    copied: Any = KVCache.from_legacy_cache(legacy, family("Bart"))
+    assert isinstance(copied, EncoderDecoderKVCache)
+    assert (copied.get_seq_length(), copied.cross_attention_cache.get_seq_length()) == (3, 20)
+    assert copied.is_updated == {0: True, 1: True}
+    assert copied.nbytes == cache.nbytes  # rows share the encoder's
+    if hasattr(EncoderDecoderCache, "from_legacy_cache"):
+        assert EncoderDecoderCache.from_legacy_cache(legacy).to_legacy_cache()[1][3].shape == (4, 4, 20, 8)
+
+
+def test_what_is_no_legacy_format_of_both_halves_is_refused() -> None:
+    pair, model = (torch.zeros(2, 4, 3, 8),) * 2, family("Bart")
+    with pytest.raises(ArgumentError, match=r"^model must be given, and attend to an encoder, .* got none$"):
+        KVCache.from_legacy_cache([pair * 2])
+    with pytest.raises(ArgumentError, match=r"in every layer or in none, got 1 of 2$"):
+        KVCache.from_legacy_cache([pair * 2, pair], model)
+    with pytest.raises(ArgumentError, match=r"one number of rows, got \[2, 1\]$"):
+        KVCache.from_legacy_cache([(*pair, pair[0][:1], pair[0][:1])], model)
+
+
 def test_the_encoder_of_a_cache_is_not_replaced() -> None:
     cache, _ = filled()
     encoder = cache.cross_attention_cache
@@ -369,7 +478,7 @@ def test_what_a_cache_has_is_what_transformers_asks_of_it() -> None:
 @pytest.mark.skipif(IS_4, reason="positions that the forward of transformers 4 makes are in no graph")
 @pytest.mark.parametrize(("attention", "backend"), [("kvloom", "aot_eager"), ("eager", "eager")])
 def test_a_static_cache_compiles_in_one_graph(attention: str, backend: str) -> None:
-    model = family("Bart", decoder_layers=1).requires_grad_(False)
+    model = family("Bart", SIZES | {"decoder_layers": 1}).requires_grad_(False)
     model.set_attn_implementation(attention)
     static, other = KVCache.for_model(model, static=True, max_tokens=16), KVCache.for_model(model)
     for cache in (static, other):

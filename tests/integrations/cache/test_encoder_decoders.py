@@ -43,10 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 NAMES = [name for name, (config, _) in FAMILIES.items() if hasattr(transformers, config)]
 
 
-def family(name: str, **options: Any) -> Any:
-    config, sizes = FAMILIES[name]
+def family(name: str, sizes: dict[str, Any] | None = None) -> Any:
+    config, usual = FAMILIES[name]
     torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(getattr(transformers, config)(**sizes | options)).eval()
+    model = AutoModelForSeq2SeqLM.from_config(getattr(transformers, config)(**(sizes or usual))).eval()
     generation = model.generation_config
     generation.eos_token_id = generation.forced_eos_token_id = generation.forced_bos_token_id = None
     generation.pad_token_id, generation.decoder_start_token_id = 0, 1

@@ -13,9 +13,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
 
+from kvloom.errors import StateError
 from kvloom.integrations.transformers import KVCache, disable, enable
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.supports import support_of
 from kvloom.integrations.transformers.versions import IS_4
 
 SMALL = {
@@ -142,6 +145,7 @@ def test_a_family_keeps_both_halves_in_pages(name: str) -> None:
     expected = generated()
     cache = KVCache.for_model(model)
     assert isinstance(cache, EncoderDecoderCache)
+    assert support_of(model).answers()["KVCache"] == ("yes", "")
     if name not in TAKE_NONE:
         theirs = EncoderDecoderCache(DynamicCache(), DynamicCache())
         expected_of_given = generated(**{CACHE_ARGUMENT: theirs})
@@ -154,3 +158,80 @@ def test_a_family_keeps_both_halves_in_pages(name: str) -> None:
     enable(model)
     assert torch.equal(generated(), expected)
     disable(model)
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "BartForCausalLM": {}, "BertLMHeadModel": {"is_decoder": True}, "MarianForCausalLM": {},
+    "GPT2LMHeadModel": {"n_embd": 32, "n_head": 4, "n_layer": 2}, "RobertaForCausalLM": {"is_decoder": True},
+    "TrOCRForCausalLM": {}, "XGLMForCausalLM": {},
+}  # fmt: skip
+"""Decoders to which the caller gives what an encoder made; many take a lone cache for that of both halves."""
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_keeps_what_it_is_given_of_an_encoder(name: str) -> None:
+    form: Any = getattr(transformers, name)
+    config = small(form.config_class(**DECODERS[name]))
+    config.add_cross_attention = True
+    torch.manual_seed(0)
+    model = form(config).eval()
+    states, others = torch.randn(2, 2, 7, 32).unbind(0)
+    ids = torch.randint(5, 90, (2, 7))
+
+    def logits(cache: Any, states: Tensor) -> Tensor:
+        given = {"encoder_hidden_states": states, "use_cache": True}
+        parts = ids.split([4, 1, 2], dim=1)
+        with torch.no_grad():
+            found = [model(x, **given, **{CACHE_ARGUMENT: cache}).logits for x in parts]
+        return torch.cat(found, dim=1)
+
+    for attention in (None, "kvloom"):
+        expected = logits(EncoderDecoderCache(DynamicCache(), DynamicCache()), states)
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        cache: Any = KVCache.for_model(model)
+        # Logits are sums of 32 products of numbers of size 30.
+        torch.testing.assert_close(logits(cache, states), expected, rtol=1e-3, atol=1e-3)
+        assert (cache.get_seq_length(), cache.cross_attention_cache.get_seq_length()) == (7, 7)
+        with pytest.raises(StateError, match=r"^encoder_hidden_states must be what the cache has"):
+            logits(cache, others)
+        enable(model)
+        with torch.no_grad():
+            made = model(ids, encoder_hidden_states=states, use_cache=True)
+        torch.testing.assert_close(made.logits, expected, rtol=1e-3, atol=1e-3)
+        assert made.past_key_values.cross_attention_cache.get_seq_length() == 7
+        disable(model)
+
+
+def test_blip_puts_every_cache_into_a_pair() -> None:
+    """So only its tokens are in pages, and this is what is said of it."""
+    config = small(transformers.BlipTextConfig(encoder_hidden_size=32, is_decoder=True))
+    model = BlipTextLMHeadModel(config).eval()
+    cache = KVCache.for_model(model)
+    given = {"encoder_hidden_states": torch.randn(1, 7, 32), "use_cache": True, CACHE_ARGUMENT: cache}
+    with torch.no_grad():
+        made = model(torch.randint(5, 90, (1, 4)), **given).past_key_values
+    assert made.self_attention_cache is cache
+    assert type(made.cross_attention_cache) is DynamicCache
+    answer, why = support_of(model).answers()["KVCache"]
+    assert answer == "half"
+    assert why.startswith("keys and values of the encoder stay in transformers' storage")
+
+
+def test_a_decoder_with_both_halves_reads_text_alone() -> None:
+    model = transformers.BartForCausalLM(small(transformers.BartConfig())).eval()
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    ids, options = torch.randint(5, 90, (2, 7)), {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **options)
+    cache = KVCache.for_model(model)
+    assert torch.equal(model.generate(ids, **options, **{CACHE_ARGUMENT: cache}), expected)
+    assert cache.get_seq_length() == 11
+    enable(model)
+    assert torch.equal(model.generate(ids, **options, num_beams=2), disabled(model, ids, options))
+
+
+def disabled(model: Any, ids: Tensor, options: dict[str, Any]) -> Tensor:
+    disable(model)
+    tokens: Tensor = model.generate(ids, **options, num_beams=2)
+    return tokens

@@ -8,7 +8,6 @@ import pytest
 import torch
 from integrations.models.test_vision_models import FAMILIES, IMAGE, prompts, vision_model
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, content_of
@@ -144,12 +143,6 @@ def test_content_is_told_by_every_name_and_value() -> None:
         content_of({"x": object()})
     with pytest.raises(ArgumentError, match=r"^inputs must be a mapping"):
         content_of([pixels])  # type: ignore[arg-type]
-
-
-def test_an_encoder_decoder_is_refused() -> None:
-    config = BartConfig(vocab_size=99, d_model=16, encoder_layers=1, decoder_layers=1)
-    with pytest.raises(UnsupportedError, match=r"^model must be a decoder alone"):
-        KVPool.for_model(AutoModelForSeq2SeqLM.from_config(config), max_tokens=99)
 
 
 def test_a_model_that_attends_to_what_follows_is_refused() -> None:

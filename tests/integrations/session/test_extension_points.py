@@ -90,6 +90,28 @@ def test_the_processor_takes_what_the_manager_gives() -> None:
     expect(names_of(theirs._handle_request_error), ["self", "error", "state"], "_handle_request_error")
 
 
+def test_tokens_can_be_chosen_from_logits_that_a_step_kept() -> None:
+    """What ``steps/drafted.py`` needs to choose more than one token of a request after one forward."""
+    theirs = model_runner.ModelRunner._forward_process_and_sample
+    wanted = ["self", "model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids"]
+    expect(names_of(theirs), wanted, "_forward_process_and_sample")
+    read = {
+        node.slice.value
+        for node in ast.walk(ast.parse(inspect.getsource(theirs).strip()))
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+    }
+    expect(read - {0}, {"input_ids", "logits_indices", "logits_processor_args"}, "what it reads of a batch")
+    source = inspect.getsource(input_outputs.ContinuousBatchingIOs)
+    for name in ("self._bulk_input_tensor", "static_inputs", "self.num_request_in_batch", "get_cb_kwargs"):
+        assert name in source, f"ContinuousBatchingIOs has no {name}"
+    for name in ("prepare_next_batch", "_generation_step", "update_batch"):
+        expect(
+            names_of(getattr(continuous_api.ContinuousBatchProcessor, name)),
+            ["self", "model"] if name == "_generation_step" else ["self"],
+            name,
+        )
+
+
 def test_schedulers_have_what_is_overridden() -> None:
     wanted = {
         "__init__": ["self", "cache", "safety_margin", "max_requests_per_batch"],

@@ -89,10 +89,12 @@ class Row:
         """Keep the first ``num_tokens`` of the text, of which a window may have passed some."""
         if num_tokens >= self.num_tokens:
             return
-        size = self.table.page_size
-        self.table.truncate(max(num_tokens - self.first * size, 0))
+        table, size = self.table, self.table.page_size
+        before = self.first, table.num_pages, table.num_sealed
+        table.truncate(max(num_tokens - self.first * size, 0))
         self.first = min(self.first, num_tokens // size)
-        self.place = self.kept = None
+        if (self.first, table.num_pages, table.num_sealed) != before:
+            self.place = self.kept = None
 
     def replace(self, refs: Sequence[PageRef]) -> None:
         """Hold the pages that ``PrefixTree.insert`` returned."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
@@ -211,8 +211,17 @@ def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
     return bool(getattr(text_config_of(model), "use_cache", False) if use_cache is None else use_cache)
 
 
-def _expect_new_tokens(cache: KVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raise ArgumentError if ``generate`` would feed tokens again that a cache has."""
+def _expect_new_tokens(
+    cache: KVCache, generation_config: Any, model_kwargs: dict[str, Any], *, is_of_encoder: bool
+) -> None:
+    """Raise ArgumentError if ``generate`` would feed tokens again that a cache has.
+
+    Args:
+        cache: The cache.
+        generation_config: The configuration of ``generate``.
+        model_kwargs: Its other arguments.
+        is_of_encoder: Whether the attention mask is of what an encoder reads.
+    """
     if generation_config.use_cache is False:
         raise ArgumentError(
             "use_cache must be True with a cache, which generate fills with the whole text in each step "
@@ -221,8 +230,7 @@ def _expect_new_tokens(cache: KVCache, generation_config: Any, model_kwargs: dic
     mask = model_kwargs.get("attention_mask")
     length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
     held = int(cache.get_seq_length())
-    is_of_text = not isinstance(cache, EncoderDecoderCache)  # else the mask is of what the encoder reads
-    if is_of_text and length is not None and 0 < length <= held:
+    if not is_of_encoder and length is not None and 0 < length <= held:
         raise ArgumentError(
             f"input_ids must have tokens that are not in the cache, got {length} and a cache of {held}: "
             "give the whole text, after crop(-1) if the cache has all of it"
@@ -242,7 +250,8 @@ class _PrepareCache:
         model, given = self._model, given_cache(model_kwargs)
         is_given = given is not None
         if isinstance(given, KVCache):
-            _expect_new_tokens(given, generation_config, model_kwargs)
+            of_encoder = model.config.is_encoder_decoder
+            _expect_new_tokens(given, generation_config, model_kwargs, is_of_encoder=of_encoder)
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvloom.errors import KVError, UnsupportedError
+from kvloom.integrations.transformers.models.cache_argument import attends_to_encoder, why_half
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of, sources_of
 from kvloom.integrations.transformers.models.text_config import has_latents, text_config_of
 from kvloom.integrations.transformers.session import expect_served, expect_stored
@@ -28,11 +29,22 @@ class Support:
         model: Name of the model's class.
         layers: Number of layers that keep the same, by what they keep in words.
         why_not: For each use why the model does not allow it, as a sentence; empty if it does.
+        why_half: Why a ``KVCache`` has only the tokens of a model that attends to an encoder; empty if it has
+            all.
     """
 
     model: str
     layers: Mapping[str, int]
     why_not: Mapping[str, str]
+    why_half: str = ""
+
+    def answers(self) -> dict[str, tuple[str, str]]:
+        """For each use ``"yes"``, ``"half"`` or ``"no"``, and why, as a sentence, unless it is yes."""
+        found = {}
+        for use, why in self.why_not.items():
+            half = self.why_half if use.startswith("KVCache") and not why else ""
+            found[use] = ("no" if why else "half" if half else "yes", why or half)
+        return found
 
 
 def support_of(model: Any) -> Support:
@@ -62,9 +74,10 @@ def support_of(model: Any) -> Support:
     words = Counter(_words(x, has_latents(config)) for x in layers)
     if sources := _sources_of(config):
         words["nothing, and reads the keys of an earlier layer"] = len(sources)
-    return Support(
-        type(model).__name__, dict(words), {use: _why_not(ask) for use, ask in zip(USES, asks, strict=True)}
-    )
+    if attends_to_encoder(model):
+        words["keys and values of an encoder"] = sum(x.tokens for x in layers)
+    why_not = {use: _why_not(ask) for use, ask in zip(USES, asks, strict=True)}
+    return Support(type(model).__name__, dict(words), why_not, why_half(model))
 
 
 def _words(layer: LayerSpec, is_latent: bool) -> str:

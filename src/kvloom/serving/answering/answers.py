@@ -151,6 +151,16 @@ class Answers:
         firsts = [*self._answers.values()][:: self._count]
         return sum(answer.choice.num_found or 0 for answer in firsts)
 
+    @property
+    def num_drafted(self) -> int:
+        """Number of drafted tokens that steps computed for all answers."""
+        return sum(answer.choice.num_drafted for answer in self._answers.values())
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of drafted tokens that were chosen."""
+        return sum(answer.choice.num_accepted for answer in self._answers.values())
+
     def take(self, output: Any) -> None:
         """Take an output, which replaces the earlier output of its answer."""
         self._latest[output.request_id] = output

@@ -50,7 +50,7 @@ class ServingSession:
         tokenizer: Tokenizer from ``load_model``.
         settings: Settings of the server.
         config: A ``ContinuousBatchingConfig``.
-        kv, values, policy, batch_invariant, pack, store: As in ``continuous_batching``.
+        kv, values, policy, batch_invariant, pack, store, drafts: As in ``continuous_batching``.
         processor: Processor of pictures for the model; ``None`` for text alone.
         picture_tokens: Largest number of kept tokens of chats with pictures.
 
@@ -71,6 +71,7 @@ class ServingSession:
         batch_invariant: bool | None = None,
         pack: bool | str = False,
         store: KVStore | Sequence[str] | None = None,
+        drafts: str | None = None,
         processor: Any = None,
         picture_tokens: int = PICTURE_TOKENS,
     ) -> None:
@@ -92,7 +93,9 @@ class ServingSession:
             args = (model, tokenizer, processor, picture_tokens)
             self.pictures = picture_chats(*args, **how, batch_invariant=batch_invariant)
         layers: dict[str, Any] = {"batch_invariant": batch_invariant, "pack": pack}
-        continuous_batching(model, kv, values=values, policy=policy, **layers, store=self.store)
+        continuous_batching(
+            model, kv, values=values, policy=policy, **layers, store=self.store, drafts=drafts
+        )
         ends = token_ids_in(model.generation_config.eos_token_id)
         greedy = GenerationConfig(do_sample=False, eos_token_id=ends or -1)  # each request overrides it
         self.grammars = Grammars(tokenizer, ends, _num_logits(model))

@@ -40,6 +40,8 @@ _COUNTERS: Final = (
     ("kvloom_store_runs_dropped", "Runs that it was too slow for.", "store.runs_dropped"),
     ("kvloom_generated_tokens", "New tokens of all answers.", "session.num_new"),
     ("kvloom_computed_tokens", "Tokens that went through the model.", "tokens_computed"),
+    ("kvloom_drafted_tokens", "Drafted tokens among them.", "tokens_drafted"),
+    ("kvloom_accepted_tokens", "Drafted tokens that were chosen.", "tokens_accepted"),
     ("kvloom_steps", "Forwards of the model.", "steps"),
     ("kvloom_preemptions", "How often a request lost its pages to others.", "preemptions"),
     ("kvloom_session_restarts", "How often the session died and began again.", "session.num_restarts"),

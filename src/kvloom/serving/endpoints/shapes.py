@@ -54,8 +54,18 @@ def usage(answers: Answers) -> dict[str, Any]:
         "completion_tokens": answers.num_new,
         "total_tokens": answers.num_asked + answers.num_new,
         "prompt_tokens_details": {"cached_tokens": answers.num_found},
+        **_predicted(answers),
         **restored(answers.turn),
     }
+
+
+def _predicted(answers: Answers) -> dict[str, Any]:
+    """The part of ``usage`` on drafted tokens, if there were any."""
+    accepted, drafted = answers.num_accepted, answers.num_drafted
+    if not drafted:
+        return {}
+    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    return {"completion_tokens_details": details}
 
 
 def restored(turn: AgentTurn | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Shapes: N tokens of a request so far, V tokens of the vocabulary.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
@@ -124,14 +124,12 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, structure: Structure, matcher: Any, num_prompt: int, ends: Collection[int]) -> None:
         self._field, self._matcher, self._ends = structure.field, matcher, [*ends]
-        self._num_read = num_prompt
+        self._num_prompt = self._num_read = num_prompt
         self.failure: str | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """``scores`` ``[1, V]`` after ``input_ids`` ``[1, N]``, with ``-inf`` for forbidden tokens."""
-        new = input_ids[0, self._num_read :].tolist()
-        self._num_read = input_ids.shape[1]
-        self._matcher.consume_tokens(new)
+        self._read(input_ids[0, self._num_read :].tolist())
         mask = self._matcher.compute_bitmask()
         allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
         if self._matcher.is_error():
@@ -142,6 +140,15 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
             known = (bits & 1).bool().flatten()[: len(allowed)]
             allowed[: len(known)] = known
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """The usual tokens of the text that is forced after ``tokens``, all new ones of the answer."""
+        self._read(tokens[self._num_read - self._num_prompt :])
+        return [*self._matcher.compute_ff_tokens()]
+
+    def _read(self, new: Sequence[int]) -> None:
+        self._num_read += len(new)
+        self._matcher.consume_tokens([*new])
 
 
 def ll_matcher() -> Any:

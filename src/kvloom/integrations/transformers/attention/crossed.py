@@ -71,6 +71,11 @@ class Sources:
             rows.append(rows[-1] + is_new if rows else 0)
         return cls(rows)
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether rows share a stored row."""
+        return len(self.firsts) < len(self.rows)
+
     def fit(self, key: Tensor, value: Tensor) -> bool:
         """Whether the rows of each stored row are equal in these keys and values, too."""
         pairs = ((self.firsts[r], b) for b, r in enumerate(self.rows))
@@ -78,7 +83,7 @@ class Sources:
 
     def taken(self, x: Tensor) -> Tensor:
         """``[R, ...]``, the first row of each stored row of ``[B, ...]``."""
-        return x if len(self.firsts) == len(self.rows) else x[self.firsts]
+        return x if self.repeats == 1 else x[self.firsts]
 
     def spread(self, x: Tensor) -> Tensor:
         """``[B, ...]`` of ``[R, ...]``."""
@@ -154,6 +159,10 @@ class CrossStates(LazyStates):
     def shape(self) -> torch.Size:
         """``[B, H, N, D]``."""
         return torch.Size((len(self.sources.rows), *super().shape[1:]))
+
+    def numel(self) -> int:
+        """Number of elements, which Mllama asks for in each step."""
+        return self.shape.numel()
 
     def gather(self) -> Tensor:
         """Gather the tensor, dequantized, for each row."""

@@ -15,7 +15,7 @@ from kvloom.integrations.transformers.cache.layers import (
     KVCacheLayer,
     StaticKVCacheLayer,
 )
-from kvloom.integrations.transformers.models.layer_specs import OF_PICTURES, LayerSpec, expect_use, layers_of
+from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of
 from kvloom.integrations.transformers.models.text_config import has_latents, text_config_of
 from kvloom.integrations.transformers.states.mixers import watch_mixers
 
@@ -56,7 +56,7 @@ def make_layers(
     layers: list[Any] = []
     for index, spec in enumerate(specs):
         if not (spec.tokens or spec.index):
-            layers.append(CrossLayer() if spec.keeps == OF_PICTURES else spec.theirs)
+            layers.append(CrossLayer() if spec.crosses else spec.theirs)
             continue
         if static:
             layer = _static_layer(spec, FixedLayer(format.of_layer(index), spec.window), live)

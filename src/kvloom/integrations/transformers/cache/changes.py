@@ -14,7 +14,7 @@ from kvloom.caches import PagedLayer
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.cache.indexed_layers import IndexedKVCacheLayer
 from kvloom.integrations.transformers.cache.layers import HybridKVCacheLayer, KVCacheLayer, kept_by, num_kept
-from kvloom.integrations.transformers.models.layer_specs import DummyLayer, StatefulLayer
+from kvloom.integrations.transformers.models.layer_specs import OF_PICTURES, DummyLayer, StatefulLayer
 
 Changes: TypeAlias = list[Callable[[], Any]]
 
@@ -61,5 +61,6 @@ def expect_pages(layers: Iterable[Any]) -> None:
     """Raise UnsupportedError if a layer stores tokens outside of pages."""
     for layer in layers:
         is_paged = isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
-        if not (is_paged or isinstance(layer, DummyLayer | StatefulLayer)):
+        is_of_tokens = not isinstance(layer, DummyLayer | StatefulLayer) and kept_by(layer) != OF_PICTURES
+        if is_of_tokens and not is_paged:
             raise UnsupportedError(f"{kept_by(layer)} cannot be cropped row by row")

@@ -1,161 +1,96 @@
-"""Caches of encoder-decoder models: tokens of the decoder, and beside them the keys and values of an encoder.
+"""Caches of decoders that attend to an encoder: their own tokens, and the encoder's keys and values beside.
 
-Shapes: B rows, R stored rows, N tokens of the encoder, H key/value heads, D head dim.
+Shapes: B rows, N tokens of the encoder, H key/value heads, D head dim.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin
 
-from kvloom.caches import CacheFormat, PagedLayer, Sequences
+from kvloom.caches import CacheFormat
 from kvloom.errors import ArgumentError, StateError
-from kvloom.integrations.transformers.attention.crossed import CrossStates, Sources
-from kvloom.integrations.transformers.attention.lazy_states import LazyStates
-from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
+from kvloom.integrations.transformers.cache.encoder import EncoderKVCache, EncoderLayer, report_of
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
-from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States
+from kvloom.integrations.transformers.cache.layers import States
+from kvloom.integrations.transformers.cache.lengths import lengths_of
 from kvloom.integrations.transformers.cache.pairs import PairGuard
+from kvloom.integrations.transformers.models.layer_specs import OF_PICTURES
 from kvloom.paging import whole
 
-_PAGE: Final = 16
-"""Tokens in a page where the decoder's tokens are in fixed storage."""
+_Cache = TypeVar("_Cache", bound="CrossedKVCache")
 
 
-class EncoderLayer(KVCacheLayer):
-    """Keys and values of an encoder that one layer attends to, stored once.
+class CrossedKVCache(KVCache):
+    """A cache with an encoder's keys and values beside the tokens; changes of rows are of both."""
 
-    Attributes:
-        sources: The stored row of each row of the batch.
-    """
+    _encoder: EncoderKVCache
 
-    keeps = "keys and values of the encoder"
+    def report(self) -> dict[str, Any]:
+        """What both halves hold: ``text``, the decoder's tokens, and ``encoder``.
 
-    def __init__(self, pages: PagedLayer, config: Any) -> None:
-        self.sources = Sources()
-        self._pair: tuple[CrossStates, CrossStates] | None = None  # of keys that were read, for their values
-        super().__init__(pages, config)
+        Each has ``kv``, ``rows`` that attention sees, ``tokens`` of each row, ``nbytes`` allocated, and
+        ``nbytes_dynamic``, the bytes of the same rows in transformers' ``DynamicCache``; ``encoder`` also
+        ``stored_rows``, which rows with the same input share. ``nbytes`` and ``nbytes_dynamic`` are of both.
+        """
+        halves = {
+            "text": report_of(self._own_layers, self.num_rows, self._cache.nbytes),
+            "encoder": self._encoder.report(),
+        }
+        sums = {name: sum(x[name] for x in halves.values()) for name in ("nbytes", "nbytes_dynamic")}
+        return {**halves, **sums}
 
-    def gathered(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values ``[B, H, N, D]``, gathered."""
-        pair = super().gathered()
-        return None if pair is None else (self.sources.spread(pair[0]), self.sources.spread(pair[1]))
-
-    def _side(self, side: int) -> Any:
-        if self._dtype is None or not self.is_in_place or self.pages.assignment.get(side) is not None:
-            return super()._side(side)
-        pair, self._pair = self._pair, None
-        if pair is None or side == 0:
-            pair = CrossStates.of(self.pages.stored(), self._dtype, self.sources)
-            self._pair = pair if side == 0 else None
-        return pair[side]
-
-
-class EncoderKVCache(KVCache):
-    """Keys and values of encoders, for the cross-attention of a decoder; rows with equal ones share them.
-
-    Args:
-        layers: The layers; ``None`` for none, as transformers makes a cache of this class.
-        theirs: Arguments of transformers, which are not used.
-
-    Attributes:
-        input: What the encoder read.
-    """
-
-    def __init__(self, layers: list[Any] | None = None, **theirs: Any) -> None:
-        super().__init__(layers or [])
-        self._sources, self.input = Sources(), EncoderInput()
-
-    @classmethod
-    def beside(cls, decoder: Sequence[Any], format: CacheFormat) -> "EncoderKVCache":
-        """An empty one beside the layers of a decoder, whose tokens have this format."""
-        layers = None
-        if format.layers is not None:
-            layers = tuple(replace(x, smoothing=None) for x in format.layers)
-        size = _PAGE if format.page_size == 1 else format.page_size
-        own = replace(format, page_size=size, max_tokens=None, recent=0, smoothing=None, layers=layers)
-        sequences = Sequences(own)
-        return cls([EncoderLayer(PagedLayer(own, sequences, i), x._config) for i, x in enumerate(decoder)])
+    def __repr__(self) -> str:
+        """Rows, tokens and bytes of both halves."""
+        found = self.report()
+        text, read = found["text"], found["encoder"]
+        kv, stored = text["kv"] or read["kv"], read["stored_rows"]
+        own, of_encoder = (f"{x['rows']} rows x {x['tokens']:,}" for x in (text, read))
+        return (
+            f"{type(self).__name__}(kv={kv!r}, {own} tokens, beside {stored} for {of_encoder} of the "
+            f"encoder, {found['nbytes']:,} bytes)"
+        )
 
     @property
-    def num_rows(self) -> int:
-        """B; 0 before the first update."""
-        return len(self._sources.rows)
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, scales and those of the encoder included."""
+        return self._cache.nbytes + self._encoder.nbytes
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[States, States]:
-        """Store ``[B, H, N, D]`` of an encoder in an empty layer; return them for attention.
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that hold tokens of this cache or its forks, those of the encoder included."""
+        return self._cache.num_pages_held + self._encoder.num_pages_held
 
-        Rows that follow one another share one stored row if their keys and values are equal in all layers.
+    def freeze(self: _Cache) -> _Cache:  # noqa: PYI019 (not in Python 3.10)
+        """Refuse every later change, so that forks start from the same tokens; returns the cache."""
+        self._encoder.freeze()
+        return super().freeze()
 
-        Raises:
-            StateError: the layer has the keys of an encoder already.
-        """
-        if torch.compiler.is_compiling():
-            return super().update(key_states, value_states, layer_idx)
-        self._expect_usable()
-        if 0 <= layer_idx < len(self.layers) and self.layers[layer_idx].pages.num_tokens:
-            raise StateError(
-                f"layer {layer_idx} must be empty before the keys of an encoder are stored, got "
-                f"{self.layers[layer_idx].pages.num_tokens} tokens: reset the cache before another input"
-            )
-        is_first = not self.num_rows
-        if is_first:
-            self._set_sources(Sources.of(key_states, value_states))
-        elif not self._sources.fit(key_states, value_states):
-            self._part()
-        taken, spread = self._sources.taken, self._sources.spread
-        try:
-            keys, values = super().update(taken(key_states), taken(value_states), layer_idx)
-        except BaseException:
-            if is_first:
-                self._set_sources(Sources())
-            raise
-        self.layers[layer_idx].pages.stored()  # finds slots, which no compiler can
-        if not isinstance(keys, LazyStates) or not isinstance(values, LazyStates):
-            return spread(cast(Tensor, keys)), spread(cast(Tensor, values))
-        pair = CrossStates.of(keys.tokens, keys.dtype, self._sources)
-        pair[0].untrained, pair[1].untrained = keys.untrained, values.untrained
-        return pair
-
-    def fork(self) -> "EncoderKVCache":
-        """A cache of the same keys and values on the same pages."""
-        fork: EncoderKVCache = super().fork()
-        fork._set_sources(self._sources)
-        fork.input = self.input.fork()
-        return fork
-
+    @whole
     def reset(self) -> None:
-        """Forget all; the next input may be of another batch size."""
+        """Forget all tokens and the encoder; the next ones may be of another batch size."""
         super().reset()
-        self._set_sources(Sources())
+        self._encoder.reset()
+
+    def _choose(self, rows_of: Callable[[Any, int], list[int]], given: Any) -> None:
+        self._expect_usable()
+        counts = {x for x in (self.num_rows, self._encoder.num_rows) if x}
+        if len(counts) > 1:
+            raise StateError(
+                f"the decoder's tokens must have the {self._encoder.num_rows} rows of the encoder, got "
+                f"{self.num_rows}"
+            )
+        for num_rows in counts:
+            self._select(rows_of(given, num_rows))
 
     @whole
     def _select(self, rows: Sequence[int]) -> None:
-        """Replace row i by row ``rows[i]``; stored rows that no row has any more are released."""
-        chosen = [self._sources.rows[i] for i in rows]
-        kept = sorted({*chosen})
-        if kept != sorted({*self._sources.rows}):
-            super()._select(kept)
-        self._set_sources(Sources([kept.index(r) for r in chosen]))
-        self.input.select(rows)
-
-    @whole
-    def _part(self) -> None:
-        """Give each row a stored row of its own, since another layer has different keys for them."""
-        super()._select(self._sources.rows)
-        for sequences in self.sequences:
-            sequences.own_pages()
-        self._set_sources(Sources(range(self.num_rows)))
-
-    def _set_sources(self, sources: Sources) -> None:
-        self._sources = sources
-        for layer in self.layers:
-            layer.sources, layer._pair = sources, None
+        if self.num_rows:
+            super()._select(rows)
+        if self._encoder.num_rows:
+            self._encoder._select(rows)
 
 
 # What transformers' class asks its first half is what a cache without halves answers itself.
@@ -166,7 +101,7 @@ _Whole: Any = type(
 )
 
 
-class EncoderDecoderKVCache(KVCache, _Whole):  # type: ignore[misc]
+class EncoderDecoderKVCache(CrossedKVCache, _Whole):  # type: ignore[misc]
     """Both halves of an encoder-decoder's cache in kvloom pages; an ``EncoderDecoderCache`` of transformers.
 
     It is the cache of the decoder's tokens itself, ``self_attention_cache``, with the cache of the encoder's
@@ -185,7 +120,7 @@ class EncoderDecoderKVCache(KVCache, _Whole):  # type: ignore[misc]
     @classmethod
     def of(cls, model: Any, layers: list[Any], format: CacheFormat) -> "EncoderDecoderKVCache":
         """An empty cache of a model, whose decoder has these layers."""
-        cache = cls(layers, EncoderKVCache.beside(layers, format))
+        cache = cls(layers, EncoderKVCache.beside(layers[0]._config, format, range(len(layers))))
         cache.pair_guard = cache._encoder.pair_guard = PairGuard(model)
         return cache
 
@@ -213,51 +148,138 @@ class EncoderDecoderKVCache(KVCache, _Whole):  # type: ignore[misc]
         for own, of_encoder in zip(super().__iter__(), self._encoder, strict=True):
             yield (*own, *of_encoder)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated for keys and values, scales and those of the encoder included."""
-        return self._cache.nbytes + self._encoder.nbytes
-
-    @property
-    def num_pages_held(self) -> int:
-        """Pages that hold tokens of this cache or its forks, those of the encoder included."""
-        return self._cache.num_pages_held + self._encoder.num_pages_held
-
     def fork(self) -> "EncoderDecoderKVCache":
         """A cache of the same tokens and the same encoder, not frozen; the two are independent."""
         fork: EncoderDecoderKVCache = super().fork()
         fork._encoder, fork.is_updated = self._encoder.fork(), {**self.is_updated}
         return fork
 
-    def freeze(self) -> "EncoderDecoderKVCache":
-        """Refuse every later change, so that forks start from the same tokens; returns the cache."""
-        self._encoder.freeze()
-        return super().freeze()
+    def to_legacy_cache(self) -> Any:
+        """Key and value of each layer, as ``KVCache.to_legacy_cache``, and those of the encoder behind."""
+        own, of_encoder = super().to_legacy_cache(), self._encoder.to_legacy_cache()
+        return tuple((*a, *b) for a, b in zip(own, of_encoder, strict=True)) if own and of_encoder else own
 
     @whole
     def reset(self) -> None:
         """Forget all tokens and the encoder; the next ones may be of another batch size."""
         super().reset()
-        self._encoder.reset()
         self.is_updated = dict.fromkeys(self.is_updated, False)
 
-    def _choose(self, rows_of: Callable[[Any, int], list[int]], given: Any) -> None:
-        self._expect_usable()
-        counts = {x for x in (self.num_rows, self._encoder.num_rows) if x}
-        if len(counts) > 1:
-            raise StateError(
-                f"the decoder's tokens must have the {self._encoder.num_rows} rows of the encoder, got "
-                f"{self.num_rows}"
-            )
-        for num_rows in counts:
-            self._select(rows_of(given, num_rows))
 
-    @whole
-    def _select(self, rows: Sequence[int]) -> None:
-        if self.num_rows:
-            super()._select(rows)
-        if self._encoder.num_rows:
-            self._encoder._select(rows)
+class PictureLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer that attends to pictures and has no tokens of the text, as in Mllama.
+
+    A crop of the text leaves the pictures.
+
+    Args:
+        encoder: Keys and values of pictures for all such layers.
+        index: Number of this one among them.
+    """
+
+    keeps = OF_PICTURES
+    is_compileable = is_sliding = False
+    is_croppable = True
+
+    def __init__(self, encoder: EncoderKVCache, index: int) -> None:
+        self.encoder, self.index = encoder, index
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PictureLayer":
+        return self  # the cache gives its copy layers of its own
+
+    @property
+    def own(self) -> EncoderLayer:
+        """The layer that keeps them."""
+        layer: EncoderLayer = self.encoder.layers[self.index]
+        return layer
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there was a picture."""
+        return self.own.is_initialized
+
+    @property
+    def keys(self) -> Any:
+        """Keys ``[B, H, N, D]``; ``None`` without a picture."""
+        return self.own.keys
+
+    @keys.setter
+    def keys(self, keys: Tensor) -> None:
+        self.own.keys = keys
+
+    @property
+    def values(self) -> Any:
+        """Values ``[B, H, N, D]``; ``None`` without a picture."""
+        return self.own.values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self.own.values = values
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[States, States]:
+        """Store ``[B, H, N, D]`` of more pictures; return those of all."""
+        return self.encoder.update(key_states, value_states, self.index)
+
+    def get_seq_length(self) -> Any:
+        """N."""
+        return self.own.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """-1, for no bound."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4
+
+    def get_mask_sizes(self, query_length: Any) -> Any:
+        """Length and first position of what follows ``query_length`` more keys."""
+        return self.own.get_mask_sizes(query_length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Do nothing; nor do the next two, since the cache does it for all layers at once."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Do nothing."""
+
+
+class PictureKVCache(CrossedKVCache):
+    """A cache of a decoder in which some layers attend to pictures, with keys and values of these beside."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers)
+        self._encoder = next(x.encoder for x in layers if isinstance(x, PictureLayer))
+
+    @classmethod
+    def of(cls, layers: list[Any], format: CacheFormat) -> "PictureKVCache":
+        """An empty cache of a model with these layers; those of pictures are replaced."""
+        numbers = [i for i, x in enumerate(layers) if getattr(x, "keeps", "") == OF_PICTURES]
+        config = next(x._config for i, x in enumerate(layers) if i not in numbers)
+        encoder = EncoderKVCache.beside(config, format, numbers)
+        encoder.grows = True
+        return cls(
+            [PictureLayer(encoder, numbers.index(i)) if i in numbers else x for i, x in enumerate(layers)]
+        )
+
+    def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
+        """Remove the last tokens, as ``KVCache.crop``; and pictures that not all layers have."""
+        super().crop(tokens_to_remove)
+        lengths = lengths_of(self._encoder._own_layers)
+        if len(lengths) > 1:  # a forward broke off
+            self._encoder.crop(min(lengths) - max(lengths))
+
+    def _forked_layers(self) -> list[Any]:
+        encoder = self._encoder.fork()
+        return [
+            PictureLayer(encoder, x.index) if isinstance(x, PictureLayer) else x
+            for x in super()._forked_layers()
+        ]
 
 
 KVCache.of_encoder_decoder = EncoderDecoderKVCache.of
+KVCache.of_pictures = PictureKVCache.of

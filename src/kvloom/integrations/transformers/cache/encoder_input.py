@@ -12,12 +12,9 @@ from torch import Tensor
 
 from kvloom.errors import StateError
 from kvloom.integrations.tensor_state import version_of
+from kvloom.integrations.transformers.models.encoders import INPUTS
+from kvloom.integrations.transformers.models.found_states import FoundStates
 
-_NAMES: Final = (
-    "encoder_outputs", "input_ids", "input_features", "input_values", "pixel_values", "flattened_patches",
-    "inputs_embeds",
-)  # fmt: skip
-"""Arguments of a forward that say what the encoder reads; the first that is given counts."""
 _CLOSE: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
 """Part of its size by which a number of a row may differ, if another batch rounded it; 2e-2 in other dtypes.
 
@@ -26,9 +23,14 @@ One of 1,500 tokens changes it by about 2.6e-2.
 
 
 class EncoderInput:
-    """Two numbers of each row of an encoder's input, by the name of the argument."""
+    """Two numbers of each row of an encoder's input, by the name of the argument.
+
+    Attributes:
+        found: Owner of the ``FoundStates`` that stand for this input; ``None`` if it was not found.
+    """
 
     def __init__(self) -> None:
+        self.found: object | None = None
         self._of_rows: dict[str, Tensor] = {}  # [B, 2]: a sum with random signs, and its expected size
         self._last: tuple[ref[Tensor], int] | None = None  # what generate gives again in each step
 
@@ -38,7 +40,20 @@ class EncoderInput:
     def fork(self) -> "EncoderInput":
         """A copy."""
         other = EncoderInput()
-        other._of_rows = {**self._of_rows}
+        other._of_rows, other.found = {**self._of_rows}, self.found
+        return other
+
+    def row(self, row: int) -> "EncoderInput":
+        """The input of one row, which was not found."""
+        other = EncoderInput()
+        other._of_rows = {name: x[row : row + 1] for name, x in self._of_rows.items()}
+        return other
+
+    @classmethod
+    def joined(cls, rows: "Sequence[EncoderInput]") -> "EncoderInput":
+        """The input of a batch of rows, each of which is of one row; what only some say is left out."""
+        other, names = cls(), set.intersection(*({*row._of_rows} for row in rows))
+        other._of_rows = {name: torch.cat([row._of_rows[name] for row in rows]) for name in names}
         return other
 
     def select(self, rows: Sequence[int]) -> None:
@@ -52,10 +67,17 @@ class EncoderInput:
         Raises:
             StateError: it is another input.
         """
-        name = next((x for x in _NAMES if inputs.get(x) is not None), None)
+        name = next((x for x in INPUTS if inputs.get(x) is not None), None)
         if name is None or torch.compiler.is_compiling():
             return
         given = inputs[name][0] if name == "encoder_outputs" else inputs[name]
+        if isinstance(given, FoundStates):
+            if is_new or given.owner is not self.found:
+                raise StateError(
+                    "encoder_outputs must be computed for this cache, got what stands for those that another "
+                    "cache found"
+                )
+            return
         if not isinstance(given, Tensor) or not (is_new or name in self._of_rows):
             return
         is_last = self._last is not None and self._last[0]() is given and self._last[1] == version_of(given)

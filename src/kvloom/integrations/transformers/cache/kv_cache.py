@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, SupportsIndex
+from typing import Any, ClassVar, Final, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kvloom.integrations.transformers.cache.changes import (
 )
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States, num_kept
-from kvloom.integrations.transformers.cache.legacy import expect_pairs, legacy_pairs, plain_layers
+from kvloom.integrations.transformers.cache.legacy import legacy_pairs, plain_layers, split_halves
 from kvloom.integrations.transformers.cache.lengths import (
     counts_of_rows,
     expect_maskable,
@@ -34,6 +34,7 @@ from kvloom.integrations.transformers.cache.lengths import (
 )
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.cache.trial import record_past
+from kvloom.integrations.transformers.models.cache_argument import attends_to_encoder
 from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
@@ -53,7 +54,8 @@ class KVCache(StatefulCache):
     """
 
     of_encoder_decoder: "ClassVar[Callable[[Any, list[Any], CacheFormat], KVCache]]"
-    """Makes a cache of both halves, of a class that is made of this one."""
+    of_pictures: "ClassVar[Callable[[list[Any], CacheFormat], KVCache]]"
+    """Make caches of what else a decoder attends to, of classes that are made of this one."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
@@ -83,7 +85,9 @@ class KVCache(StatefulCache):
             model: A ``PreTrainedModel`` that generates. Keys and values are stored in kvloom pages, those of
                 sliding windows only as long as they are seen; recurrent states stay in transformers' own
                 layers, and so do layers of an unknown kind, which a WARNING names. For an encoder-decoder
-                model the result is an ``EncoderDecoderKVCache``, with the encoder's keys and values beside.
+                model, and a decoder that is given what an encoder made, the result is an
+                ``EncoderDecoderKVCache``, with the encoder's keys and values beside;
+                of a model with layers that attend to pictures, as Mllama, theirs are beside, too.
             kv: Format of keys and values, one of ``STORAGE``, or the path of a plan. ``"int8:g32"`` has a
                 float16 scale for each 32 elements of a head vector; ``"int8"`` for each gcd(64, head dim).
                 Codes of fewer bits have the same, and rotated keys unless it is ``"int4,rotate=none"``.
@@ -120,8 +124,10 @@ class KVCache(StatefulCache):
         if others:
             said = others.total(), len(layers), dict(others)
             _LOG.warning("%d of %d layers keep transformers' own storage: %s", *said)
-        has_encoder = model.config.is_encoder_decoder
-        cache = cls.of_encoder_decoder(model, layers, format) if has_encoder else cls(layers)
+        if attends_to_encoder(model):
+            cache = cls.of_encoder_decoder(model, layers, format)
+        else:
+            cache = cls.of_pictures(layers, format) if any(x.crosses for x in specs) else cls(layers)
         cache.remembered.memory = memory_of(model)
         if rollback:
             record_past(model, cache, rollback)
@@ -137,7 +143,8 @@ class KVCache(StatefulCache):
         """A cache of copies of ``(key, value)`` pairs ``[B, H, N, D]``, one pair for each layer.
 
         Args:
-            past_key_values: The pairs; ``None`` for none.
+            past_key_values: The pairs; ``None`` for none. Of a model that attends to an encoder a layer may
+                have four tensors, of which the last two are the encoder's.
             model: As ``for_model``. Without it every layer keeps all tokens, as in a ``DynamicCache`` without
                 a model, and ``update`` returns tensors.
             options: The other arguments of ``for_model``.
@@ -146,16 +153,24 @@ class KVCache(StatefulCache):
             ArgumentError: the pairs do not have one length or do not fit the layers of ``model``, or as
                 ``for_model``.
         """
-        pairs = expect_pairs(past_key_values or ())
+        pairs, of_encoder = split_halves(past_key_values or ())
         is_known = model is not None
-        cache = cls.for_model(model, **options) if is_known else cls(plain_layers(pairs, **options))
+        cache: Any = cls.for_model(model, **options) if is_known else cls(plain_layers(pairs, **options))
+        if of_encoder and not hasattr(cache, "cross_attention_cache"):
+            raise ArgumentError(
+                f"model must be given, and attend to an encoder, for keys of an encoder, got "
+                f"{'none' if model is None else type(model).__name__}"
+            )
         if len(pairs) > len(cache.layers):
             raise ArgumentError(
                 f"past_key_values must be of the {len(cache.layers)} layers of model, got {len(pairs)}"
             )
         for layer_idx, (key, value) in enumerate(pairs):
             cache.update(key, value, layer_idx)
-        return cache
+        for layer_idx, (key, value) in enumerate(of_encoder):
+            cache.cross_attention_cache.update(key, value, layer_idx)
+            cache.is_updated[layer_idx] = True
+        return cast(KVCache, cache)
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only the last tokens.

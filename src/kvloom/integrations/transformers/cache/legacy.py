@@ -1,11 +1,11 @@
-"""The legacy format: a tuple of keys and values for each layer.
+"""The legacy format: a tuple of keys and values for each layer, and of an encoder's, if there is one.
 
 Shapes: B sequences, H key/value heads, N tokens, D head dim.
 """
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from kvloom.caches import PagedLayer, Sequences
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+
+_OF_BOTH: Final = 4
+"""Tensors of a layer of an encoder-decoder: key and value of its tokens, and those of the encoder."""
 
 
 def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -37,6 +40,30 @@ def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tens
             "what a window has evicted is gone"
         )
     return pairs
+
+
+def split_halves(
+    past_key_values: Iterable[Sequence[Tensor]],
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Keys and values of the tokens, and, if entries have four tensors, those of an encoder; both checked.
+
+    Raises:
+        ArgumentError: as ``expect_pairs``, or the halves have other numbers of layers or rows.
+    """
+    entries = [*past_key_values]
+    of_encoder = [x[2:] for x in entries if len(x) == _OF_BOTH]
+    if not of_encoder:
+        return expect_pairs(entries), []
+    if len(of_encoder) != len(entries):
+        raise ArgumentError(
+            f"past_key_values must have an encoder's key and value in every layer or in none, got "
+            f"{len(of_encoder)} of {len(entries)}"
+        )
+    halves = expect_pairs([x[:2] for x in entries]), expect_pairs(of_encoder)
+    rows = [half[0][0].shape[0] for half in halves]
+    if rows[0] != rows[1]:
+        raise ArgumentError(f"past_key_values must have one number of rows, got {rows}")
+    return halves
 
 
 def plain_layers(pairs: Sequence[tuple[Tensor, Tensor]], **options: Any) -> list[KVCacheLayer]:

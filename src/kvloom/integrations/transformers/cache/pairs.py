@@ -6,6 +6,11 @@ from weakref import finalize
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.models.cache_argument import (
+    OF_ENCODER,
+    attends_to_encoder,
+    takers_of,
+)
 
 
 class PairGuard:
@@ -20,9 +25,10 @@ class PairGuard:
     """
 
     def __init__(self, model: Any = None) -> None:
-        if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
-            handle = model.register_forward_pre_hook(_ExpectPair(), with_kwargs=True)
-            finalize(self, handle.remove)
+        if isinstance(model, PreTrainedModel) and attends_to_encoder(model):
+            for taker in takers_of(model):
+                handle = taker.register_forward_pre_hook(_ExpectPair(), with_kwargs=True)
+                finalize(self, handle.remove)
 
     def __reduce__(self) -> tuple[type["PairGuard"], tuple[()]]:
         return PairGuard, ()
@@ -35,12 +41,13 @@ class _ExpectPair:
     """Forward pre-hook that refuses such caches; an object of this library counts as no change."""
 
     def __call__(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = kwargs if model.config.is_encoder_decoder else {OF_ENCODER: kwargs.get(OF_ENCODER)}
         for x in (*args, *kwargs.values()):
-            if not hasattr(x, "pair_guard"):
+            if not hasattr(x, "pair_guard") or (given is not kwargs and given[OF_ENCODER] is None):
                 continue
             if isinstance(x, EncoderDecoderCache):
                 encoder: Any = x.cross_attention_cache
-                encoder.input.expect_same(kwargs, is_new=not encoder.num_rows)
+                encoder.input.expect_same(given, is_new=not encoder.num_rows)
             else:
                 raise UnsupportedError(
                     f"cache must be KVCache.for_model(model) for {type(model).__name__}, which has an "

@@ -9,13 +9,16 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
 
-from kvloom.errors import UnsupportedError
+from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.build import make_layers
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
 from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.encoders import PREFIX, random_outputs
+from kvloom.integrations.transformers.models.found_states import EncoderOutputs
 from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.models.positions import positions_of
@@ -28,6 +31,8 @@ _FIRST: Final = 40
 """Number of tokens of the first of two pieces in which a model is tried."""
 _SECOND: Final = 24
 """Number of tokens of the second piece."""
+_ENCODED: Final = 8
+"""Number of tokens of an encoder, for a decoder that is tried."""
 _OTHERS: Final = -4096
 """Factor that makes other states of a text's states, large enough to change outputs in every dtype, even of a
 model whose own states hardly matter."""
@@ -96,6 +101,24 @@ def _why_not_causal(model: Any) -> str:
         f"model must attend to earlier tokens alone, or a prefix depends on what follows it, but outputs of "
         f"{name} differ by {differs:.1e} with other tokens behind them, and by rounding {allowed:.1e} at most"
     )
+
+
+def reads_encoder_again(model: Any) -> bool:
+    """Whether an encoder-decoder reads the outputs of its encoder, even if its cache has their keys."""
+    return once_per_state(model, _reads_encoder_again)
+
+
+def _reads_encoder_again(model: Any) -> bool:
+    cache, given = EncoderDecoderCache(DynamicCache(), DynamicCache()), random_outputs(model, _ENCODED)
+    step = {f"{PREFIX}input_ids": _tokens(model, 1), "use_cache": True, **as_argument(model, cache)}
+    with undisturbed(model), _in_own_dtype(model):
+        model(**step, **given)
+        outputs = EncoderOutputs.joined(EncoderOutputs.of_rows(given["encoder_outputs"]), model.device, cache)
+        try:
+            model(**step, encoder_outputs=outputs)
+        except StateError:
+            return True
+    return False
 
 
 def record_past(model: Any, cache: StatefulCache, num_tokens: int) -> None:
@@ -171,6 +194,9 @@ def _distance(model: Any, found: Tensor, expected: Tensor, num_layers: int) -> t
 def _logits(model: Any, tokens: Tensor, cache: StatefulCache | None) -> Tensor:
     """Logits, or hidden states of a model without a head, of all tokens."""
     given = {} if cache is None else as_argument(model, cache)
-    output = model(input_ids=tokens, use_cache=cache is not None, **given)
+    name = "input_ids"
+    if model.config.is_encoder_decoder:
+        name, given = f"{PREFIX}{name}", given | random_outputs(model, _ENCODED)
+    output = model(**{name: tokens}, use_cache=cache is not None, **given)
     found: Tensor = output[0]
     return found

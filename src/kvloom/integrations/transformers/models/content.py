@@ -20,7 +20,6 @@ _OF_TOKENS: Final = frozenset(
 _WITHOUT_EFFECT: Final = frozenset(
     {"labels", "logits_to_keep", "num_items_in_batch", "num_logits_to_keep", "shift_labels", "use_cache"}
 )
-_NO_CONTENT: Final = _OF_TOKENS | _WITHOUT_EFFECT
 _OUTPUTS: Final = ("output_", "return_")
 """What names of arguments begin with that choose what a forward returns."""
 _TYPES: Final = ("token_type_ids", "mm_token_type_ids")
@@ -60,34 +59,39 @@ def content_of(inputs: Mapping[str, Any]) -> str:
             continue
         is_empty = False
         digest.update(f"{len(name)} {name} ".encode())
-        for part in _bytes_of(name, value):
+        for part in bytes_of(name, value):
             digest.update(part)
     return "" if is_empty else digest.hexdigest()
 
 
-def _bytes_of(name: str, value: Any) -> Iterator[bytes]:
+def bytes_of(name: str, value: Any) -> Iterator[bytes]:
     """An injective encoding of a value."""
     if isinstance(value, Tensor):
         yield f"{value.dtype} {list(value.shape)} ".encode()
         yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     elif hasattr(value, "__array__"):
-        yield from _bytes_of(name, torch.as_tensor(value))
+        yield from bytes_of(name, torch.as_tensor(value))
     elif isinstance(value, (str, int, float, bool)):
         text = repr(value).encode()
         yield b"%d %b " % (len(text), text)
     elif isinstance(value, (list, tuple)):
         yield b"[%d " % len(value)
         for item in value:
-            yield from _bytes_of(name, item)
+            yield from bytes_of(name, item)
     elif isinstance(value, Mapping):
         yield b"{%d " % len(value)
         for key in sorted(value, key=str):
-            yield from _bytes_of(name, str(key))
-            yield from _bytes_of(name, value[key])
+            yield from bytes_of(name, str(key))
+            yield from bytes_of(name, value[key])
     else:
         raise ArgumentError(
             f"inputs[{name!r}] must be a tensor, number, text or sequence of them, got {type(value).__name__}"
         )
+
+
+def has_no_effect(name: str) -> bool:
+    """Whether an argument of this name changes no keys and values, but at most what a forward returns."""
+    return name in _WITHOUT_EFFECT or name.startswith(_OUTPUTS)
 
 
 def is_no_input(value: Any) -> bool:
@@ -172,7 +176,7 @@ def input_beside_tokens(
         defaults: Defaults of the arguments of ``forward``.
     """
     for name, value in inputs.items():
-        if name in _NO_CONTENT or name.startswith(_OUTPUTS) or is_no_input(value):
+        if name in _OF_TOKENS or has_no_effect(name) or is_no_input(value):
             continue
         if isinstance(value, (bool, int, float, str)) and value == defaults.get(name):
             continue

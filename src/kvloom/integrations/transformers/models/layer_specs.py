@@ -92,7 +92,12 @@ class LayerSpec:
     @property
     def is_foreign(self) -> bool:
         """Whether it keeps something else, in a layer of transformers' own."""
-        return not (self.tokens or self.index or self.states or self.keeps == "nothing")
+        return not (self.tokens or self.index or self.states or self.crosses or self.keeps == "nothing")
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it keeps keys and values of pictures, to which it attends instead of tokens."""
+        return self.keeps == OF_PICTURES
 
 
 def layers_of(model: Any) -> tuple[LayerSpec, ...]:
@@ -181,7 +186,7 @@ def why_not(model: Any, use: Use, layers: Sequence[LayerSpec] | None = None) -> 
     if use == "static" and has_windows_of_keeping(config):
         return f"static must be False for {name}, whose tokens see all of their own forward"
     if use in ("pool", "session"):
-        why = _why_no_prefixes(model, config)
+        why = _why_no_prefixes(model, config, use)
         if why:
             return why
     layers = layers_of(model) if layers is None else layers
@@ -204,7 +209,7 @@ def expect_use(model: Any, use: Use, layers: Sequence[LayerSpec] | None = None) 
         raise UnsupportedError(why)
 
 
-def _why_no_prefixes(model: Any, config: Any) -> str:
+def _why_no_prefixes(model: Any, config: Any, use: Use) -> str:
     """Why keys and values of a prefix depend on more than the prefix, or on weights that nobody can watch."""
     name = type(model).__name__
     if any(map(_is_offloaded, model.modules())):
@@ -213,7 +218,7 @@ def _why_no_prefixes(model: Any, config: Any) -> str:
             f"{name}, whose weights accelerate loads for each (cpu_offload, or a device_map with parts on "
             f"cpu or disk): use a KVCache"
         )
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and use == "session":
         return (
             f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
             f"{name}"

@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     TextStreamer,
 )
@@ -25,7 +26,11 @@ from kvloom.models import check_model_folder
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype | None = None, *, progress: bool = True
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    progress: bool = True,
+    with_encoder: bool = False,
 ) -> tuple[Any, Any]:
     """Load ``(model, tokenizer)`` of a causal language model, one that sees or not, from a local folder.
 
@@ -35,10 +40,11 @@ def load_model(
         path: The folder.
         dtype: Dtype of the weights and of the computation; that of the file if ``None``.
         progress: Show a bar while weights are loaded.
+        with_encoder: Whether encoder-decoders that read texts are loaded, too.
 
     Raises:
-        ArgumentError: ``path`` is no such folder, as of a model with an encoder, a file of it is damaged or
-            missing, or its weights do not match its configuration.
+        ArgumentError: ``path`` is no such folder, as of another model with an encoder, a file of it is
+            damaged or missing, or its weights do not match its configuration.
     """
     check_model_folder(Path(path))
     only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -48,13 +54,20 @@ def load_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **only)
         config = AutoConfig.from_pretrained(path, **only)
-        sees = is_seeing(config)
-        if config.is_encoder_decoder and not sees:  # transformers would load the decoder alone
-            raise ArgumentError(
-                f"model must be a decoder, got the encoder and decoder of {type(config).__name__} in "
-                f"{str(path)!r}: load it with transformers and enable it"
-            )
-        model, report = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
+        auto: Any = AutoModelForImageTextToText if is_seeing(config) else AutoModelForCausalLM
+        if config.is_encoder_decoder:  # of which transformers would load the decoder alone
+            if not with_encoder:
+                raise ArgumentError(
+                    f"model must be a decoder, got the encoder and decoder of {type(config).__name__} in "
+                    f"{str(path)!r}: load it with transformers and enable it"
+                )
+            auto = AutoModelForSeq2SeqLM
+            if type(config) not in auto._model_mapping:
+                raise ArgumentError(
+                    f"model must have an encoder of texts alone, got {type(config).__name__} in "
+                    f"{str(path)!r}: load it with transformers, and give kvloom.quality its encoder_inputs"
+                )
+        model, report = auto.from_pretrained(
             path, use_safetensors=True, dtype=dtype or "auto", output_loading_info=True, **only
         )
     except ArgumentError:

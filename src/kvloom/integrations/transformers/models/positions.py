@@ -12,6 +12,8 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.models.trials import undisturbed
 
+_NAMES: Final = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
+"""Fields of configurations for the longest text; the latter two are of decoders beside an encoder."""
 _COUNTING: Final = "create_position_ids_from_input_ids"
 """Function of models that count positions themselves, most from behind the number of the padding token."""
 
@@ -27,7 +29,7 @@ def positions_of(model: Any) -> int | None:
     """
     is_config = isinstance(model, PretrainedConfig)
     config = model.get_text_config(decoder=True) if is_config else text_config_of(model)
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = next((x for name in _NAMES if (x := getattr(config, name, None)) is not None), None)
     if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
         return None
     rope = getattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", None)
@@ -37,6 +39,24 @@ def positions_of(model: Any) -> int | None:
     first, factor = said.get("original_max_position_embeddings") or longest, said.get("factor")
     stretched = first * factor if isinstance(first, int) and isinstance(factor, int | float) else 0
     return max(longest, int(stretched))
+
+
+def encoder_positions_of(model: Any) -> int | None:
+    """Tokens of the longest input that the encoder of a model makes, as far as a configuration says it.
+
+    Args:
+        model: A ``PreTrainedModel`` with an encoder.
+
+    Returns:
+        ``None`` if no configuration says it.
+    """
+    encoder = model.get_encoder()
+    config = getattr(encoder, "config", model.config)
+    if getattr(encoder, "main_input_name", model.main_input_name) == "input_ids":
+        return getattr(config, "max_encoder_position_embeddings", None) or positions_of(config)
+    said: int | None = getattr(config, "max_source_positions", None)
+    is_own = type(config) is not type(model.config)  # else positions are those of the decoder
+    return said or (positions_of(config) if is_own else None)
 
 
 def expect_positions(name: str, model: Any, num_tokens: int) -> None:

@@ -57,6 +57,13 @@ class FedTokens:
             self.is_known = False
         self.num_columns = num_columns
 
+    def are_given_again(self, input_ids: Any) -> bool:
+        """Whether the first forward is given all tokens that were asked for, ``[B, T]``, found ones, too."""
+        is_first = 0 < self.num_columns == self._parts[0].shape[1]
+        if not is_first or not isinstance(input_ids, Tensor) or input_ids.shape != self._asked.shape:
+            return False
+        return torch.equal(input_ids.to("cpu", torch.int64), self._asked)
+
     def select(self, rows: Sequence[int]) -> None:
         """Replace row i by row ``rows[i]``."""
         where = torch.tensor(rows, dtype=torch.int64)

@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.cache_argument import given_cache
+from kvloom.integrations.transformers.models.encoders import PREFIX
 from kvloom.integrations.transformers.pool.origin import (
     ASSIGNED,
     Origin,
     PoolCache,
     num_tokens_in,
     parameters_of,
+    token_inputs,
 )
 from kvloom.integrations.transformers.states.grid import Grid, joined, piece_of, versions_of, why_uncut
 
@@ -41,11 +43,15 @@ class _BeforeForward:
         last, origin = None, cache.origin
         try:
             if not cache.is_assigned:
+                past, tokens = int(cache.get_seq_length()), token_inputs(module, inputs)
                 if origin.depth == 0:
-                    origin = _repeat_rows(cache, inputs)
+                    origin = _repeat_rows(cache, tokens)
+                    cache.before_forward(inputs)
+                    if cache.has_encoder is not None and origin.fed.are_given_again(tokens.get("input_ids")):
+                        last = inputs = _without_found(inputs, past)
+                        tokens = token_inputs(module, inputs)
                 cache.expect_in_place()
-                past = int(cache.get_seq_length())
-                origin.before_forward(module, inputs, past, cache.begins)
+                origin.before_forward(module, tokens, past, cache.begins)
                 if cache.grid is not None and origin.depth == 0:
                     if cache.grid.versions not in (None, versions_of(cache.layers)):
                         origin.refusal = ASSIGNED
@@ -66,7 +72,8 @@ class _AfterForward:
         if output is not None and not cache.is_assigned:
             cache.origin.num_seen = end = int(cache.get_seq_length())
             if cache.origin.depth == 0:
-                cache.origin.fed.add(inputs.get("input_ids"), end)
+                cache.origin.has_encoder = bool(cache.has_encoder)
+                cache.origin.fed.add(token_inputs(module, inputs).get("input_ids"), end)
         if cache.grid is None or cache.origin.depth:
             return None
         outputs, cache.grid.outputs = cache.grid.outputs, []
@@ -98,13 +105,30 @@ def _repeat_rows(cache: PoolCache, inputs: Mapping[str, Any]) -> Origin:
             f"input_ids must have the {num_rows} rows with which the cache began, or each repeated, got "
             f"{len(given)}"
         )
-    if cache.num_rows:
+    if cache.num_rows or cache.has_encoder:
         cache.batch_repeat_interleave(len(given) // num_rows)
     else:
         cache.origin = origin.of_rows([i for i in range(num_rows) for _ in range(len(given) // num_rows)])
     assert cache.origin is not None  # noqa: S101
     cache.origin.fed.is_chosen = is_chosen
     return cache.origin
+
+
+def _without_found(inputs: Mapping[str, Any], past: int) -> dict[str, Any]:
+    """Inputs of a forward of an encoder-decoder without the tokens that were found.
+
+    ``generate`` of transformers 5.24 gives all tokens to the decoder unless it has a mask for them.
+    """
+    count = inputs[f"{PREFIX}input_ids"].shape[1]
+    kept = f"{PREFIX}attention_mask"
+    return {
+        name: x[..., past:] if name.startswith(PREFIX) and name != kept and _has_columns(x, count) else x
+        for name, x in inputs.items()
+    }
+
+
+def _has_columns(x: Any, count: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim in (1, 2) and x.shape[-1] == count
 
 
 def _feed_pieces(
@@ -131,10 +155,13 @@ def _feed_pieces(
 def _inputs_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Mapping[str, Any], PoolCache | None]:
-    """Arguments of a forward by their names, and the cache among them if a pool began it."""
+    """Arguments of a forward by their names, and the cache among them if a pool began it.
+
+    ``generate`` of transformers 4 gives the cache to an encoder, too, which leaves it alone.
+    """
     if torch.compiler.is_compiling():
         return kwargs, None
     kind: Any = type(module)
     inputs = dict(zip(parameters_of(kind), args, strict=False)) | kwargs if args else kwargs
     cache = given_cache(inputs)
-    return inputs, cache if isinstance(cache, PoolCache) else None
+    return inputs, cache if isinstance(cache, PoolCache) and not cache.is_encoder(module) else None

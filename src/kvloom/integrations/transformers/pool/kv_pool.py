@@ -1,7 +1,7 @@
 """Prefixes that the caches of one model share, found by their tokens."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.build import make_layers
+from kvloom.integrations.transformers.cache.encoder import EncoderKVCache
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.trial import expect_causal
@@ -21,6 +22,11 @@ from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wi
 from kvloom.integrations.transformers.models.content import is_within
 from kvloom.integrations.transformers.models.layer_specs import expect_use, layers_of
 from kvloom.integrations.transformers.models.text_config import only_head_dims, text_config_of
+from kvloom.integrations.transformers.pool.encoders import (
+    EncoderDecoderPoolCache,
+    PoolEncoders,
+    encoder_for,
+)
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.pool.memory import PoolMemory
 from kvloom.integrations.transformers.pool.model import PoolModel
@@ -64,6 +70,7 @@ class KVPool(Recorder):
         wish: Changes of the model's layers until the pool is closed.
         smoothing: Part of the report on the smoothing of keys.
         states: Pages of recurrent states; ``None`` if the model has none.
+        encoder: An empty cache of the encoder's keys, in pages that are kept; ``None`` without an encoder.
     """
 
     def __init__(
@@ -74,11 +81,14 @@ class KVPool(Recorder):
         wish: Wish = NO_WISH,
         smoothing: dict[str, list[int]] | None = None,
         states: PoolStates | None = None,
+        encoder: EncoderKVCache | None = None,
     ) -> None:
         self._wish, self._states = wish, states
         self._smoothing = smoothing or {}
-        self._empty = PoolCache(layers)
+        self._empty = PoolCache(layers) if encoder is None else EncoderDecoderPoolCache(layers, encoder)
+        self._encoders = None if encoder is None else PoolEncoders(encoder)
         self._model: PoolModel | None = PoolModel(model, wish, self._empty.needs_attention(states))
+        self._empty.pair_guard = self._model.guard
         self._memory = PoolMemory(self._model.memory)
         self._saved_digest = self._stored_state = ""
         self._prefixes = self._empty_prefixes()
@@ -104,16 +114,21 @@ class KVPool(Recorder):
         if self._model is not None:
             digest, rename = self._model.digest(), partial(scope_in, state=self._model.watch.state())
         kept = {"_prefixes": self._prefixes.saved(rename), "_memory": self._memory.renamed(rename)}
+        kept["_encoders"] = None if self._encoders is None else self._encoders.saved(rename)
         gone = {"_model": None, "_store": None, "_stored_state": ""}
         return vars(self) | gone | kept | {"_saved_digest": digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("_prefixes")
+        saved, encoders = state.pop("_prefixes"), state.pop("_encoders", None)
         self.__dict__.update(state)
         for sequences in self._empty.sequences:
             sequences.pages.keep()
         self._prefixes = self._empty_prefixes()
         self._prefixes.load(saved)
+        self._encoders = None
+        if isinstance(self._empty, EncoderDecoderPoolCache):
+            self._encoders = PoolEncoders(self._empty.cross_attention_cache)
+            self._encoders.load(encoders)
 
     def bind(self, model: Any) -> "KVPool":
         """Attach the model to a pool that was loaded.
@@ -138,7 +153,7 @@ class KVPool(Recorder):
             raise ArgumentError(
                 f"model must be the one whose pages were saved, got another {type(model).__name__}"
             )
-        self._model = bound
+        self._model, self._empty.pair_guard = bound, bound.guard
         vars(self).setdefault("_memory", PoolMemory(bound.memory))  # of earlier releases
         return self
 
@@ -158,6 +173,7 @@ class KVPool(Recorder):
         pack: bool | str = False,
         state_interval: int | None = None,
         max_state_bytes: int | None = None,
+        max_encoder_tokens: int | None = None,
     ) -> "KVPool":
         """An empty pool of ``max_tokens`` token slots in each layer, allocated at the first update.
 
@@ -185,13 +201,16 @@ class KVPool(Recorder):
             state_interval: As above, a multiple of ``page_size``; ``None`` for 256, or the next multiple.
             max_state_bytes: Bytes that recurrent states may take, at least the states of one text; ``None``
                 for as many as the pages of keys and values take, and at least eight texts.
+            max_encoder_tokens: Token slots of each layer for the keys and values of encoders, of an
+                encoder-decoder alone; ``None`` for ``max_tokens``.
 
         Raises:
             ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, ``policy`` is unknown, or
-                ``state_interval`` or ``max_state_bytes`` is invalid.
+                ``state_interval``, ``max_state_bytes`` or ``max_encoder_tokens`` is invalid.
             ModuleNotFoundError: a library that the store needs is not installed.
-            UnsupportedError: the model computes a text in pieces differently than as a whole, has an encoder,
-                or attends to later tokens; or there is a store, and the weights are not in memory.
+            UnsupportedError: the model computes a text in pieces differently than as a whole, or attends to
+                later tokens; or there is a store, and the weights are not in memory, or the model has an
+                encoder.
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         specs = layers_of(model)
@@ -201,11 +220,24 @@ class KVPool(Recorder):
         format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, is_kept=True, policy=policy, specs=specs)
         states = states_for(model, layers, format, state_interval, max_state_bytes)
+        encoder = encoder_for(model, layers, format, max_encoder_tokens, has_store=store is not None)
         if store is not None:
             from kvloom.store.store import open_store
 
             store = open_store(store)
-        return cls(model, layers, store, wish, smoothing_report(format, smoothing), states)
+        return cls(model, layers, store, wish, smoothing_report(format, smoothing), states, encoder)
+
+    def content_of(self, inputs: Mapping[str, Any]) -> str | list[str]:
+        """The ``content`` of ``begin`` for a processor's outputs, or other arguments of ``model.forward``.
+
+        Of an encoder-decoder it is a list with a digest, for each row, of what the encoder reads; arguments
+        of the decoder are ignored. Of other models it is ``content_of(inputs)``.
+
+        Raises:
+            ArgumentError: ``inputs`` has nothing that the encoder reads, or only tokens that stand for it; or
+                as ``content_of``.
+        """
+        return self._bound().content_of(inputs)
 
     def begin(
         self,
@@ -221,11 +253,13 @@ class KVPool(Recorder):
         picture are found all or none; do not pass ``generate`` the pictures whose placeholders were found.
 
         Args:
-            input_ids: ``[B, T]`` int64 or int32, rows of different lengths padded on the left.
+            input_ids: ``[B, T]`` int64 or int32, rows of different lengths padded on the left; of an
+                encoder-decoder the decoder's, with the token that it starts with.
             salt: Only caches with the same salt share pages. The cache remembers it.
             content: A digest by ``content_of`` of the inputs beside tokens that decide keys and values, such
                 as pictures, audio, embeddings, other positions or masks; or one for each row. Only rows with
-                the same content share pages. Without it forwards of the cache accept tokens alone.
+                the same content share pages. Without it forwards of the cache accept tokens alone. An
+                encoder-decoder needs that of ``pool.content_of``, and finds the encoder's keys by it.
             attention_mask: ``[B, T]`` as a tokenizer makes it, 0 for padding; ``None`` for no padding. It is
                 no part of ``content``. Forwards must be given it, too, with positions that count from the
                 first token of each row, as ``generate`` makes them.
@@ -260,9 +294,11 @@ class KVPool(Recorder):
         found = [max(end - x, 0) for x in begins]
         origin.num_found = end if any(found) else 0
         self._num_found += sum(found)
+        if self._encoders is not None:
+            self._encoders.begin(cast(EncoderDecoderPoolCache, cache), model)
         return cache
 
-    def commit(self, cache: KVCache, input_ids: Tensor, salt: str | None = None) -> None:
+    def commit(self, cache: KVCache, input_ids: Tensor | None = None, salt: str | None = None) -> None:
         """Let later caches find the full pages of this one, under the salt and content with which it began.
 
         Pages are not shared, and a warning says so once, if the tokens were computed in several states of the
@@ -272,7 +308,8 @@ class KVPool(Recorder):
             cache: A cache made by ``begin``.
             input_ids: ``[B, T]``, the tokens of the cache row by row, with the padding it began with, such as
                 the result of ``generate``. One more token may follow, which was sampled and not computed.
-                After beam search, whose rows have another order, what the cache computed is shared.
+                After beam search, whose rows have another order, what the cache computed is shared. ``None``
+                for the tokens that the model was given.
             salt: Salt of ``begin``; ``None`` for the one that the cache remembers.
 
         Raises:
@@ -298,6 +335,8 @@ class KVPool(Recorder):
         rows = rows_of(cache, input_ids)
         self._follow_state(origin.state)
         self._prefixes.commit(cache, rows)
+        if self._encoders is not None:
+            self._encoders.commit(cast(EncoderDecoderPoolCache, cache))
         self._memory.keep(cache.remembered, rows, origin, cache.begins)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -352,16 +391,18 @@ class KVPool(Recorder):
     def check(self) -> None:
         """Check the invariants of pages and prefixes; raises ``StateError`` at the first that fails."""
         self._prefixes.check()
+        if self._encoders is not None:
+            self._encoders.check()
 
     def report(self) -> dict[str, Any]:
         """Numbers of pages by state, of tokens that ``begin`` looked up and found, and the store's report.
 
         ``kv`` is the format string of keys and values with the group of their scales, such as ``"int8:g32"``.
         Pages are those of the layers without a window, if there are any. ``windows`` has the pages of other
-        layers by their windows, ``states`` the pages of recurrent states. ``residual_bytes`` are the bytes of
-        residual windows, in caches and in committed texts. ``layers`` is a ``LayerReport`` as a dictionary,
-        with numbers instead of names. ``smoothing`` names the layers whose keys are smoothed, and why others
-        are not.
+        layers by their windows, ``states`` the pages of recurrent states, ``encoders`` those of encoders.
+        ``residual_bytes`` are the bytes of residual windows, in caches and in committed texts. ``layers`` is
+        a ``LayerReport`` as a dictionary, with numbers instead of names. ``smoothing`` names the layers whose
+        keys are smoothed, and why others are not.
         """
         main, store = self._prefixes.main, cast(Any, self._prefixes.main.below)
         groups = self._empty.sequences
@@ -373,6 +414,7 @@ class KVPool(Recorder):
             "tokens_found": self._num_found,
             "residual_bytes": sum(x.pages.nbytes for x in groups if not x.is_required),
             "states": None if self._states is None else self._states.report(),
+            "encoders": None if self._encoders is None else self._encoders.report(),
             "smoothing": self._smoothing,
             "layers": None if self._model is None else self._model.layers(),
         } | ({} if store is None else {"store": store.report()})

@@ -1,6 +1,6 @@
 """The model of a pool: its present state, and the origin of a cache that begins now."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 from weakref import finalize
@@ -12,6 +12,7 @@ from kvloom.caches import CacheFormat
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention.held import hold_attention, release_attention
+from kvloom.integrations.transformers.cache.pairs import PairGuard
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.invariance import (
     Wish,
@@ -19,7 +20,8 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
-from kvloom.integrations.transformers.models.content import expect_content, placeholders_of
+from kvloom.integrations.transformers.models.content import content_of, expect_content, placeholders_of
+from kvloom.integrations.transformers.models.encoders import content_of_rows, expect_contents
 from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.positions import gives_positions
 from kvloom.integrations.transformers.models.remembered import memory_of
@@ -42,9 +44,11 @@ class PoolModel:
     """A model whose caches share pages.
 
     Attributes:
+        guard: Refuses caches that the model would misread.
         watch: Watch of the model's state.
         states: Empty tensor with the model's dtype and device.
-        placeholders: Its tokens for pictures, audio and the like, with their names.
+        has_encoder: Whether it is an encoder-decoder, whose tokens are the decoder's.
+        placeholders: Its tokens for pictures, audio and the like, with their names; none of an encoder.
         memory: What it remembers of texts outside of their caches; ``None`` if nothing.
 
     Args:
@@ -60,12 +64,15 @@ class PoolModel:
             hold_attention(model, holder)
         self.release = finalize(self, _release, model, holder)
         watch_inputs(model)
+        self.guard = PairGuard(model)
         self.watch = ModelWatch(model)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rope = dynamic_rope(model)
-        self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
+        self.has_encoder = bool(model.config.is_encoder_decoder)
+        found = placeholders_of(model.config) | placeholders_of(text_config_of(model))
+        self.placeholders, self._of_encoder = ({}, found) if self.has_encoder else (found, {})
         self.memory = memory_of(model)
-        self._gives_positions = gives_positions(model)
+        self._gives_positions = None if self.has_encoder else gives_positions(model)
         self._expected = ""  # last state in which it was found to have prefixes
         self._identities: dict[str, Identity] = {}
 
@@ -89,6 +96,10 @@ class PoolModel:
             raise UnsupportedError(f"model must take position_ids for rows with padding, got {kind.__name__}")
         return [row[begin:] for row, begin in zip(input_ids.tolist(), begins, strict=True)], begins
 
+    def content_of(self, inputs: Mapping[str, Any]) -> str | list[str]:
+        """As ``KVPool.content_of``."""
+        return content_of_rows(inputs, self._of_encoder) if self.has_encoder else content_of(inputs)
+
     def origin(self, rows: Sequence[Sequence[int]], salt: str, content: str | Sequence[str] | None) -> Origin:
         """Origin of a cache that begins now; arguments are those of ``KVPool.begin``.
 
@@ -101,10 +112,13 @@ class PoolModel:
         if state != self._expected:  # its configuration, or accelerate's hooks, may be others
             expect_use(self.watch.model, "pool")
             self._expected = state
-        contents = expect_content(self.placeholders, rows, content)
+        if self.has_encoder:
+            contents = expect_contents(content, len(rows))
+        else:
+            contents = expect_content(self.placeholders, rows, content)
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
         refusal = self._rope.why_alone if self._rope is not None and frequencies is None else ""
-        of_model = self.watch, self._rope, bool(self.placeholders), self.counted
+        of_model = self.watch, self._rope, bool(self.placeholders), self.counted, self.has_encoder
         own = *of_model, salt, list(contents), state, self._gives_positions, frequencies or "", refusal
         return Origin(*own)
 

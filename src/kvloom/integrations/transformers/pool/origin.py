@@ -17,6 +17,7 @@ from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.fingerprint.scopes import scope_of
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.content import input_beside_tokens, positions_are_default
+from kvloom.integrations.transformers.models.encoders import PREFIX, of_decoder
 from kvloom.integrations.transformers.models.rope import DynamicRope
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.pool.padding import expect_mask_of_padding
@@ -27,7 +28,7 @@ _OF_LIBRARY: Final = "transformers.models."
 """Package of models that do not change themselves while they compute."""
 _CHANGED: Final = "the model changed while they were computed"
 _READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
-_UNSEEN: Final = "the model did not compute them, or did so where no pool sees it, as when it is compiled"
+UNSEEN: Final = "the model did not compute them, or did so where no pool sees it, as when it is compiled"
 _LOST: Final = "the last picture was removed, by which positions of all tokens of its forward were counted"
 _CHOSEN: Final = "rows were chosen among others, and it is not known which tokens were computed in each"
 ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
@@ -44,6 +45,7 @@ class Origin:
         _counted: Placeholders of pictures on which positions of later tokens depend.
 
     Attributes:
+        is_of_encoder: Whether contents are those of an encoder's input, beside which there are only tokens.
         salt: Salt with which the cache began.
         contents: Digest of the content of placeholder tokens in each row; empty for tokens alone.
         state: State of the model when the tokens were found or computed.
@@ -54,6 +56,7 @@ class Origin:
         num_found: Columns of the found tokens, padding in front of them included.
         num_seen: Columns that were found, or computed by the model in forwards that were seen.
         depth: Number of nested forwards that run.
+        has_encoder: Whether the encoder's keys were found, or stored in a forward that was seen.
         num_shared: Number of pages of each row that are shared with a known text.
         fed: Tokens that were found and computed.
     """
@@ -62,6 +65,7 @@ class Origin:
     _rope: DynamicRope | None
     _has_placeholders: bool
     _counted: frozenset[int]
+    is_of_encoder: bool
     salt: str
     contents: list[str]
     state: str
@@ -70,6 +74,7 @@ class Origin:
     refusal: str
     num_found: int = 0
     num_seen: int = 0
+    has_encoder: bool = False
     depth: int = 0
     _is_wrapped: bool = False  # whether the outermost forward may change the model, as of a PeftModel does
 
@@ -84,6 +89,11 @@ class Origin:
     def stored_scopes(self) -> list[str]:
         """Scope of each row's pages in a store, without the state, which is in the fingerprint."""
         return [scope_of(self.salt, x, self.frequencies) for x in self.contents]
+
+    def is_encoder(self, module: nn.Module) -> bool:
+        """Whether a module is the encoder of the model."""
+        model: Any = self._watch.model
+        return module is model.get_encoder()
 
     def refuses(self) -> str:
         """Why nobody may find the pages now; empty if they may be found."""
@@ -111,7 +121,7 @@ class Origin:
 
         Args:
             module: The model, or a part of it that takes the cache.
-            inputs: Arguments of its ``forward`` by their names.
+            inputs: Arguments of its ``forward`` by their names, as of ``token_inputs``.
             past: Columns in the cache.
             begins: Column of the first token of each row.
 
@@ -129,7 +139,7 @@ class Origin:
             self._expect_no_pictures(inputs.get("input_ids"))
         if is_outermost and any(begins):
             expect_mask_of_padding(inputs.get("attention_mask"), begins, end)
-        if not all(self.contents):
+        if self.is_of_encoder or not all(self.contents):
             self._expect_tokens_alone(module, inputs, past, begins, is_outermost)
         if is_outermost:
             self._is_wrapped = not type(module).__module__.startswith(_OF_LIBRARY)
@@ -138,11 +148,12 @@ class Origin:
         padding = min(begins, default=0)
         state = self._watch.quick_state()
         if state != self.state:
-            if past <= padding:
+            if past <= padding and not self.has_encoder:
                 self.state = state
-            elif past <= self.num_found:
+            elif past <= max(self.num_found, padding):
                 raise StateError(
-                    f"the model must be unchanged since {past} tokens of the cache were found: begin again "
+                    f"the model must be unchanged since {past} tokens of the cache, or keys of its encoder, "
+                    f"were found: begin again "
                     f"after a change of weights, adapters, hooks, attributes or settings of torch, and in "
                     f"the torch.autocast of its forwards"
                 )
@@ -197,6 +208,11 @@ class Origin:
                 f"content=content_of(inputs), got {first} to {last}: in prompt lookup and assisted decoding "
                 f"generate feeds the whole text again, so give these an empty KVCache"
             )
+        if name is not None and self.is_of_encoder:
+            raise ArgumentError(
+                f"{PREFIX}{name} must be left out, or change nothing, with a cache of a pool, whose pages "
+                f"are found for other inputs of the decoder too: use a KVCache of its own"
+            )
         if name is not None:
             raise ArgumentError(
                 f"{name} must be left out, or change nothing, with a cache that a pool began by tokens "
@@ -216,6 +232,11 @@ class PoolCache(KVCache):
 
     origin: Origin | None = None
     grid: Grid | None = None  # set for models with recurrent states
+
+    @property
+    def has_encoder(self) -> bool | None:
+        """Whether it has the keys and values of an encoder; ``None`` if its model has no encoder."""
+        return None
 
     @property
     def began(self) -> Origin:
@@ -258,6 +279,13 @@ class PoolCache(KVCache):
             layer.lazy_initialization(states)
             layer.is_found = True
 
+    def is_encoder(self, module: nn.Module) -> bool:
+        """Whether a module is the encoder of its model."""
+        return False
+
+    def before_forward(self, inputs: Mapping[str, Any]) -> None:
+        """Note the inputs of a forward that are not of tokens."""
+
     def needs_attention(self, grid: object) -> bool:
         """Whether the model must attend in place: for residual windows, where no ``grid`` cuts texts."""
         return grid is None and not all(x.is_required for x in self.sequences)
@@ -287,7 +315,7 @@ class PoolCache(KVCache):
         if any(not row.is_exact for x in self.sequences for row in x.rows):
             return _READ_CODES
         if self.origin is not None and self.get_seq_length() > self.origin.num_seen:
-            return _UNSEEN
+            return UNSEEN
         if self.origin is None:
             return ""
         fed = self.origin.fed
@@ -346,6 +374,12 @@ def parameters_of(kind: Any) -> dict[str, Any]:
     found = [[*inspect.signature(x).parameters.values()][1:] for x in own]
     named = (x for x in found if all(y.kind is not y.VAR_POSITIONAL for y in x))
     return {x.name: x.default for x in next(named, found[0])}
+
+
+def token_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Inputs of a forward beside those of an encoder, by the names that they have in a decoder alone."""
+    kind: Any = type(module)
+    return of_decoder(inputs) if f"{PREFIX}input_ids" in parameters_of(kind) else inputs
 
 
 def num_tokens_in(inputs: Mapping[str, Any]) -> int:

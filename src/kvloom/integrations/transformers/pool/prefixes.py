@@ -149,7 +149,7 @@ class PoolPrefixes(Prefixes):
             sequences.give_up_passed()
 
 
-def rows_of(cache: PoolCache, input_ids: Tensor) -> list[list[int]]:
+def rows_of(cache: PoolCache, input_ids: Tensor | None) -> list[list[int]]:
     """Tokens of each row of a cache, without padding; ``input_ids`` are those of ``commit``.
 
     Of rows that were chosen among others they are those that were computed.
@@ -158,7 +158,13 @@ def rows_of(cache: PoolCache, input_ids: Tensor) -> list[list[int]]:
         ArgumentError: as ``KVPool.commit``.
     """
     origin, num_tokens = cache.began, cache.sequences[0].num_positions
-    has_content = any(origin.contents)
+    has_content = any(origin.contents) and not origin.is_of_encoder
+    if input_ids is None:
+        if not origin.fed.is_known or (has_content and not origin.fed.are_as_asked(cache.begins)):
+            raise ArgumentError(
+                "input_ids must be given, as not all inputs of the model were tokens, got None"
+            )
+        return origin.fed.rows(cache.begins)
     if origin.fed.is_chosen and (not has_content or origin.fed.are_as_asked(cache.begins)):
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
         return origin.fed.rows(cache.begins)

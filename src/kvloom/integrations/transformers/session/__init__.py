@@ -17,6 +17,7 @@ from kvloom.integrations.transformers.cache.trial import why_wrong_in_pieces
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.text_config import has_latents, names_rank, text_config_of
+from kvloom.integrations.transformers.session.drafts import expect_drafts, expect_verifiable
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.session.requests.groups import stateful_layers_of
 from kvloom.integrations.transformers.versions import IS_4, OLDEST
@@ -44,6 +45,7 @@ def continuous_batching(
     pack: bool | str = False,
     state_interval: int | None = None,
     store: "KVStore | str | Sequence[str] | None" = None,
+    drafts: str | None = None,
 ) -> Any:
     """Let the continuous batching of a model keep its tokens in pages and attend to them in place.
 
@@ -72,6 +74,10 @@ def continuous_batching(
             prefixes that any process computed, also with a ``KVPool`` of this model and ``kv``. It is read
             while other requests are computed, and written in the background. The model computes 128 tokens
             before a session, and its weights are read once.
+        drafts: ``"lookup"`` lets steps also compute up to 15 tokens after the newest one of a request: those
+            that followed where its last tokens came before in its prompt and answer. They are verified, so
+            tokens and log probabilities have the bits that they have without. It needs a CPU, batch
+            invariance and no recurrent states; sessions with ``do_sample`` are refused.
 
     Returns:
         ``model``.
@@ -102,6 +108,7 @@ def continuous_batching(
         expect_range("state_interval", state_interval, 1)
     wish = expect_wish(model, batch_invariant, pack, is_free=True)
     expect_served(model)
+    expect_drafts(model, drafts, wish)
     cache_format(text_config_of(model), kv, values=values, layout=layout)  # raises for invalid formats
     if store is not None:
         expect_stored(model)
@@ -117,7 +124,7 @@ def continuous_batching(
     else:
         release_layers(model, SESSIONS)
     options: dict[str, Any] = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
-    options |= {"wish": wish, "state_interval": state_interval, "store": store}
+    options |= {"wish": wish, "state_interval": state_interval, "store": store, "drafts": drafts}
     model.init_continuous_batching = _Init(model, options, _beneath(model))
     return model
 
@@ -173,13 +180,11 @@ class _Init:
             kept.switch_to_cb_friendly_attn(self._model)
             return kept
         expect_same_logits(self._model)  # the model may have other weights or another dtype by now
-        return BatchingManager(
-            self._model,
-            generation_config,
-            continuous_batching_config,
-            workload_hints,
-            **self._options,
-        )
+        configs = generation_config, continuous_batching_config, workload_hints
+        manager = BatchingManager(self._model, *configs, **self._options)
+        if self._options["drafts"] is not None:
+            expect_verifiable(manager)
+        return manager
 
 
 def expect_served(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from kvloom.integrations.transformers.session.requests.groups import Limits
 from kvloom.integrations.transformers.session.requests.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.session.requests.prompt import Prompt
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
+from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.stand_ins import NoSectors
 from kvloom.integrations.transformers.session.steps.recurrent import MixerCalls
 from kvloom.integrations.transformers.session.steps.step import Steps
@@ -100,6 +101,37 @@ class BatchCache(CacheOfMixers):
     def block_table(self) -> dict[str, list[int]]:
         """Ids of the pages of each request."""
         return {x.request_id: [*x.pages] for x in self.requests.page_map().requests}
+
+    def counts(self) -> dict[str, Any]:
+        """The attributes of ``BatchReport`` that tell of pages, requests and steps, at one moment."""
+        requests, steps = self.requests, self.steps
+        prefixes, pool = requests.prefixes, requests.pages.pool
+        with requests.lock:
+            states = requests.page_map().states
+            return {
+                "page_size": self.tokens_per_page,
+                "page_bytes": self.bytes_per_sector,
+                "max_pages": self.max_pages,
+                "num_pages": pool.num_pages,
+                "free": pool.num_free,
+                "active": pool.num_active,
+                "evictable": pool.num_evictable,
+                "shared": states.count("shared"),
+                "kept": states.count("kept"),
+                "finished": requests.num_finished,
+                "preemptions": requests.num_preempted,
+                "tokens_asked": requests.num_asked,
+                "tokens_found": requests.num_found,
+                "steps": steps.num_steps,
+                "tokens_computed": steps.num_tokens,
+                "tokens_drafted": steps.num_drafted,
+                "tokens_accepted": steps.num_accepted,
+                "window_bytes": sum(group.pages.nbytes for group in self.codes[1:]),
+                "recent_bytes": sum(group.pages.nbytes for group in self.residuals),
+                "state_bytes": nbytes_of(requests.states),
+                "found_state_bytes": 0 if prefixes.states is None else prefixes.states.nbytes,
+                "store": {} if prefixes.reads is None else prefixes.reads.report(),
+            }
 
     # Pages of requests
 

@@ -7,10 +7,7 @@ from threading import RLock
 from typing import Any, Final
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
-from transformers.generation.continuous_batching.continuous_api import (
-    ContinuousBatchingManager,
-    ContinuousBatchProcessor,
-)
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from kvloom.caches.tensors.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
@@ -33,6 +30,8 @@ from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
+from kvloom.integrations.transformers.session.drafts import expect_drafts
+from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
 from kvloom.integrations.transformers.session.requests.groups import (
@@ -43,9 +42,9 @@ from kvloom.integrations.transformers.session.requests.groups import (
     token_layers_of,
 )
 from kvloom.integrations.transformers.session.requests.prompt import SALT, TURN, AgentTurn
-from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.scheduler import scheduler_class
 from kvloom.integrations.transformers.session.stand_ins import Attending
+from kvloom.integrations.transformers.session.steps.drafted import VerifyingProcessor
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states.mixers import watch_mixers
 from kvloom.integrations.transformers.states.specs import Specs
@@ -87,6 +86,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         state_interval: Multiples at which prefixes are found in a model with recurrent states, as in
             ``continuous_batching``.
         store: Store below the pages.
+        drafts: Where drafted tokens come from, as in ``continuous_batching``.
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has an invalid value; nothing was changed.
@@ -109,9 +109,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         wish: Wish = NO_WISH,
         state_interval: int | None = None,
         store: KVStore | None = None,
+        drafts: str | None = None,
     ) -> None:
         expect_policy(policy)
-        self._wish, self._store = wish, store
+        expect_drafts(model, drafts, wish, generation_config or model.generation_config)
+        self._wish, self._store, self._drafts = wish, store, drafts
         self._identity: tuple[str, Any] | None = None
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         expect_config(config)
@@ -247,36 +249,14 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         of_layers["smoothing"] = self._smoothing
         if cache is None:
             return BatchReport(self._kv, self._format.page_size, **of_layers)
-        scheduler, requests = None if processor is None else processor.scheduler, cache.requests
-        prefixes, pool = requests.prefixes, requests.pages.pool
-        with requests.lock:
-            states = requests.page_map().states
-            return BatchReport(
-                kv=self._kv,
-                page_size=cache.tokens_per_page,
-                page_bytes=cache.bytes_per_sector,
-                max_pages=cache.max_pages,
-                num_pages=pool.num_pages,
-                free=pool.num_free,
-                active=pool.num_active,
-                evictable=pool.num_evictable,
-                shared=states.count("shared"),
-                kept=states.count("kept"),
-                waiting=0 if scheduler is None else len(scheduler.waiting_requests),
-                running=0 if scheduler is None else len(scheduler.active_requests),
-                finished=requests.num_finished,
-                preemptions=requests.num_preempted,
-                tokens_asked=requests.num_asked,
-                tokens_found=requests.num_found,
-                steps=cache.steps.num_steps,
-                tokens_computed=cache.steps.num_tokens,
-                window_bytes=sum(group.pages.nbytes for group in cache.codes[1:]),
-                recent_bytes=sum(group.pages.nbytes for group in cache.residuals),
-                state_bytes=nbytes_of(requests.states),
-                found_state_bytes=0 if prefixes.states is None else prefixes.states.nbytes,
-                store={} if prefixes.reads is None else prefixes.reads.report(),
-                **of_layers,
-            )
+        scheduler = None if processor is None else processor.scheduler
+        return BatchReport(
+            kv=self._kv,
+            waiting=0 if scheduler is None else len(scheduler.waiting_requests),
+            running=0 if scheduler is None else len(scheduler.active_requests),
+            **cache.counts(),
+            **of_layers,
+        )
 
     @property
     def most_positions(self) -> int | None:
@@ -330,7 +310,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def _create_batch_processor(self) -> Any:
         """Make a processor as transformers does, with our cache and scheduler."""
-        if isinstance(self.batch_processor, ContinuousBatchProcessor):
+        if isinstance(self.batch_processor, VerifyingProcessor):
             self.batch_processor.reset()
             return self.batch_processor
         config = self.continuous_batching_config
@@ -346,7 +326,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             safety_margin=config.safety_margin,
             max_requests_per_batch=config.max_requests_per_batch,
         )
-        processor = ContinuousBatchProcessor(
+        processor = VerifyingProcessor(
             cache=cache,
             config=text_config_of(self.model),
             generation_config=self.generation_config,
@@ -363,6 +343,9 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         )
         scheduler.fail = processor._handle_request_error
         scheduler.most_positions = self.most_positions
+        if self._drafts is not None:
+            scheduler.drafter = Drafter(cache.requests)
+            processor.note_time = scheduler.drafter.costs.note
         return processor
 
     def _make_cache(self) -> BatchCache:

@@ -49,6 +49,8 @@ class BatchReport:
         tokens_found: Number of these tokens that were found, and needed no compute.
         steps: Number of forwards of the model.
         tokens_computed: Number of tokens in these forwards.
+        tokens_drafted: Number of drafted tokens among them.
+        tokens_accepted: Number of drafted tokens that were chosen; each saved a step of its request.
         window_bytes: Bytes allocated for the layers of other windows, beside these pages.
         recent_bytes: Bytes allocated for residual windows, of running requests and of texts that can be
             found; 0 without ``recent``.
@@ -80,6 +82,8 @@ class BatchReport:
     tokens_found: int = 0
     steps: int = 0
     tokens_computed: int = 0
+    tokens_drafted: int = 0
+    tokens_accepted: int = 0
     window_bytes: int = 0
     recent_bytes: int = 0
     state_bytes: int = 0

@@ -10,6 +10,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from kvloom.errors import ArgumentError, OutOfPages
 from kvloom.integrations.transformers.session.cache import BatchCache
+from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.requests.prompt import Prompt
 
 _MOST_PASSED: Final = 64
@@ -29,6 +30,8 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
     """Function that reports the failure of a request; set after construction."""
     most_positions: int | None = None
     """Largest length of a request that does not change the RoPE of others; set after construction."""
+    drafter: Drafter | None = None
+    """Adds drafts to each step; set after construction; ``None`` for none."""
 
     def add_waiting_request(self, state: Any) -> None:
         """Add a request; one without a limit gets as many tokens as pages and positions allow.
@@ -53,7 +56,16 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         super().add_waiting_request(state)
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Schedule a step without a limit of tokens that are read, since attention gathers none."""
+        """Schedule a step without a limit of tokens that are read, since attention gathers none.
+
+        Drafts take what room the requests of the step have left.
+        """
+        scheduled, is_fast, num_tokens, num_read = self._schedule(token_budget)
+        if self.drafter is not None and scheduled:
+            num_tokens += self.drafter.add(scheduled, num_tokens, token_budget - num_tokens)
+        return scheduled, is_fast, num_tokens, num_read
+
+    def _schedule(self, token_budget: int) -> Any:
         requests = self.cache.requests
         with requests.lock:
             requests.prefixes.refresh()

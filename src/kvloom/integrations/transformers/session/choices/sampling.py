@@ -59,6 +59,8 @@ class Choice:
         logprobs: One for each new token, in order.
         prompt_logprobs: One for each token of the prompt except the first, in order.
         num_found: Number of prompt tokens whose pages were found; ``None`` before the first new token.
+        num_drafted: Number of drafted tokens that steps computed for the request.
+        num_accepted: Number of these that were chosen.
     """
 
     temperature: float = 0.0
@@ -73,6 +75,8 @@ class Choice:
     logprobs: list[LogProb] = field(default_factory=list)
     prompt_logprobs: list[LogProb] = field(default_factory=list)
     num_found: int | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
     _prompt: Tensor | None = None
 
     def __deepcopy__(self, memo: Any) -> "Choice":

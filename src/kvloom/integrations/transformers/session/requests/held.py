@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers.cache_utils import Cache
 
@@ -29,6 +30,7 @@ class Held:
         went_on: Number of tokens of the last published states that it continued from; 0 for none.
         published: Its tokens whose pages others can find.
         num_stored: Number of these tokens that a store below was given, or had.
+        guesses: ``Guesses`` of what follows, from which drafts are taken; ``None`` before the first.
     """
 
     prompt: Prompt
@@ -42,6 +44,7 @@ class Held:
     went_on: int = 0
     published: Sequence[int] = ()
     num_stored: int = 0
+    guesses: Any = None
 
     @property
     def table(self) -> PageTable:

@@ -116,6 +116,13 @@ class SessionRequests:
                 return False
             return True
 
+    def take_back(self, name: str, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` of a request's text, and release pages without any of them."""
+        with self.lock:
+            held = self._held.get(name)
+            for own in held.groups if held is not None else ():
+                own.truncate(num_tokens)
+
     def num_missing(self, name: str, end: int) -> int:
         """Number of pages that a request needs for its tokens before ``end``, copies included."""
         with self.lock:
@@ -164,7 +171,7 @@ class SessionRequests:
                     events.name(other)
                 number = None if events is None else events.request
                 groups = [own.fork(number) for own in parent.groups]
-                child = replace(parent, groups=groups, wanted=frozenset(), kept={})
+                child = replace(parent, groups=groups, wanted=frozenset(), kept={}, guesses=None)
                 child.states = None if parent.states is None else parent.states.copied()
                 self._held[other] = child
 

@@ -50,6 +50,8 @@ class Steps:
     Attributes:
         num_steps: Number of steps that have begun.
         num_tokens: Number of tokens in them.
+        num_drafted: Number of drafted tokens among these.
+        num_accepted: Number of drafted tokens that were chosen.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Steps:
         numbered = enumerate(residuals, len(codes))
         self._residuals = {i: (n, x) for n, own in numbered for i, x in own.storages.items()}
         self._lock = lock
-        self.num_steps = self.num_tokens = 0
+        self.num_steps = self.num_tokens = self.num_drafted = self.num_accepted = 0
         self.clear()
 
     def clear(self) -> None:

@@ -1,0 +1,61 @@
+"""Drafts: tokens that are guessed, and verified by the step that computes them."""
+
+from typing import Any
+
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.invariance import Wish, report_layers
+from kvloom.integrations.transformers.session.requests.groups import stateful_layers_of
+from kvloom.ops.invariance import why_not_batch_invariant
+
+
+def expect_drafts(model: Any, drafts: str | None, wish: Wish, generation: Any = None) -> None:
+    """Raise unless sessions of a model may have drafts.
+
+    Args:
+        model: A model that sessions serve.
+        drafts: Argument of ``continuous_batching``.
+        wish: Changes of the model's layers during a session.
+        generation: ``GenerationConfig`` of a session; ``None`` before there is one.
+
+    Raises:
+        ArgumentError: ``drafts`` has another value, or layers are not to be batch invariant.
+        UnsupportedError: the model is not on a CPU, or has recurrent states; or a session has ``do_sample``.
+    """
+    if drafts is None:
+        return
+    if drafts != "lookup":
+        raise ArgumentError(f"drafts must be 'lookup' or None, got {drafts!r}")
+    if model.device.type != "cpu":
+        raise UnsupportedError(f"drafts must be None but on a CPU, got 'lookup' for {model.device}")
+    if not wish.batch_invariant:
+        raise ArgumentError("batch_invariant must be True or None with drafts, got False")
+    if stateful_layers_of(model) is not None:
+        raise UnsupportedError(
+            f"drafts must be None for {type(model).__name__}, whose recurrent states round otherwise in a "
+            "step of several tokens"
+        )
+    if generation is not None and generation.do_sample:
+        raise UnsupportedError(
+            "drafts must be None with do_sample, whose random numbers are those of all requests together"
+        )
+
+
+def expect_verifiable(manager: Any) -> None:
+    """Raise UnsupportedError unless several tokens have the bits of one, in the model of a new session.
+
+    The model is then as before the session.
+
+    Args:
+        manager: Its ``BatchingManager``.
+    """
+    model = manager.model
+    exempt = why_not_batch_invariant(model.dtype)  # holds for steps of more tokens than drafts have
+    reasons = report_layers(model).not_invariant
+    why = next((x for x in reasons if exempt is None or not x.startswith(exempt)), None)
+    if why is not None:
+        manager.release()
+        model.set_attn_implementation(manager._original_attn_impl)
+        raise UnsupportedError(
+            f"drafts must be None for {type(model).__name__}, where several tokens may have other bits than "
+            f"one: {why}"
+        )

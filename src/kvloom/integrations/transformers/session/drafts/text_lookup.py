@@ -1,0 +1,112 @@
+"""``TextLookup``: guesses the next tokens of a text from its earlier ones.
+
+Shapes: N tokens of the text.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+SHORTEST: Final = 3
+"""Least number of last tokens that must have come before."""
+LONGEST: Final = 64
+"""Largest number of last tokens that are compared."""
+CANDIDATES: Final = 16
+"""Largest number of earlier places that are compared, the newest first."""
+
+_FACTORS: Final = 0x2545F491, 0x1B873593, 0x19D699A5
+"""Factors of the newest token and of those before it; sums of products with ids of 31 bits fit into int64."""
+
+
+class TextLookup:
+    """Index of a text that finds where its last tokens came before, in constant time and memory for a token.
+
+    As in LZ77, each place has the number of the place before it in its bucket, and buckets are those of the
+    last ``SHORTEST`` tokens.
+
+    Args:
+        tokens: First tokens of the text, ids from 0 to 2^31 - 1.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self._text, self._before = array("i"), array("i")
+        self._newest = array("i", [-1]) * 64  # last place of each bucket; a power of two
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the text and its index."""
+        return sum(x.buffer_info()[1] * x.itemsize for x in (self._text, self._before, self._newest))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens at the end of the text."""
+        first = len(self._text)
+        self._text.extend(tokens)
+        if len(self._text) > len(self._newest):
+            self._make()
+            return
+        for end in range(first, len(self._text)):
+            if end < SHORTEST - 1:
+                self._before.append(-1)
+                continue
+            bucket = self._bucket(end)
+            self._before.append(self._newest[bucket])
+            self._newest[bucket] = end
+
+    def draft(self, most: int) -> list[int]:
+        """Tokens that followed where the last tokens came before; empty if they never did.
+
+        Of the newest 16 places in the bucket of the last 3 tokens, that with the longest match is taken, of
+        two alike the newer. A match that reaches the end of the text repeats itself.
+
+        Args:
+            most: Number of tokens of a draft.
+        """
+        text, size = self._text, len(self._text)
+        if size <= SHORTEST or most <= 0:
+            return []
+        at, length, found = self._before[-1], SHORTEST - 1, -1
+        for _ in range(CANDIDATES):
+            if at < 0:
+                break
+            # A place is of use only if it has one more token in common than the best one.
+            if at >= length and text[at - length : at + 1] == text[size - 1 - length :]:
+                longest = min(LONGEST, at + 1)
+                found, length = at, length + 1
+                while length < longest and text[at - length] == text[size - 1 - length]:
+                    length += 1
+                if length == LONGEST:
+                    break
+            at = self._before[at]
+        if found < 0:
+            return []
+        drafted = text[found + 1 : found + 1 + most].tolist()
+        period = size - 1 - found
+        while len(drafted) < most:
+            drafted.append(drafted[-period])
+        return drafted
+
+    def _bucket(self, end: int) -> int:
+        text, (a, b, c) = self._text, _FACTORS
+        key = text[end] * a + text[end - 1] * b + text[end - 2] * c
+        return (key ^ key >> 17) & len(self._newest) - 1
+
+    def _make(self) -> None:
+        """Make the index for twice the tokens of the text."""
+        size = len(self._text)
+        self._newest = array("i", [-1]) * (1 << size.bit_length())
+        self._before = array("i", [-1]) * size
+        before, newest = (torch.frombuffer(x, dtype=torch.int32) for x in (self._before, self._newest))
+        text, (a, b, c) = torch.frombuffer(self._text, dtype=torch.int32).long(), _FACTORS
+        key = text[2:] * a + text[1:-1] * b + text[:-2] * c
+        buckets, order = ((key ^ key >> 17) & len(newest) - 1).sort(stable=True)
+        places = (order + SHORTEST - 1).int()
+        is_same = buckets[1:] == buckets[:-1]
+        before[places[1:][is_same].long()] = places[:-1][is_same]
+        is_last = torch.cat([~is_same, is_same.new_ones(1)])
+        newest[buckets[is_last]] = places[is_last]

@@ -1,0 +1,130 @@
+"""Configurations, and models made of them and run on tensors without data."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers import summary_of
+
+
+def read_config(path: str | Path) -> Any:
+    """Read the configuration in a folder, or in a file ``config.json``; needs no weights and runs no code.
+
+    Raises:
+        ArgumentError: there is none, or it is damaged or of an unknown model.
+    """
+    folder = Path(path)
+    if not (folder.is_file() or (folder / "config.json").is_file()):
+        raise ArgumentError(f"model must be a config.json, or a local folder with one, got {str(path)!r}")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers may raise anything for a damaged file
+        raise ArgumentError(
+            f"model must have a configuration that loads, got {str(path)!r}: {summary_of(error)}"
+        ) from error
+
+
+AUTO_CLASSES: Final = [
+    getattr(transformers, name)
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+    if hasattr(transformers, name)
+]
+"""Auto classes of models that generate text, multimodal ones included."""
+AUTO_CLASSES_OF_BOTH: Final = [
+    getattr(transformers, name)
+    for name in ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForTextToWaveform")
+]
+"""Auto classes of models with an encoder and a decoder, among others."""
+
+
+def model_of(config: Any, *, sees: bool = False) -> Any:
+    """Make the model of a configuration without quantized weights, on torch's default device.
+
+    Of some there is one with a tower of pictures and one without; ``sees`` prefers the former. Of an
+    encoder and a decoder it is the model of both, where there is one.
+    """
+    config = copy.deepcopy(config)  # in which transformers writes how it attends
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    options = {"attn_implementation": "eager", "dtype": _dtype_of(config)}
+    if config.is_encoder_decoder:
+        if (named := _class_named(config)) is not None:
+            return named._from_config(config, **options).eval()
+        # For some of these there is a model of the decoder alone.
+        autos = [*AUTO_CLASSES_OF_BOTH, *AUTO_CLASSES[1:], *AUTO_CLASSES[:1]]
+    else:
+        autos = [*AUTO_CLASSES, *AUTO_CLASSES_OF_BOTH]
+    found = [x for x in autos if type(config) in x._model_mapping] or autos[:1]
+    auto = AutoModelForImageTextToText if sees and AutoModelForImageTextToText in found else found[0]
+    return auto.from_config(config, **options).eval()
+
+
+def _class_named(config: Any) -> Any:
+    """The class that a configuration was saved with, if that generates text; else ``None``."""
+    for name in getattr(config, "architectures", None) or ():
+        found: Any = getattr(transformers, name, None)
+        is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
+        if is_model and found.config_class is type(config) and found.can_generate():
+            return found
+    return None
+
+
+def _dtype_of(config: Any) -> Any:
+    """Dtype of the weights, which some configurations say of the part that generates text alone."""
+    for x in (config, config.get_text_config(decoder=True)):
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None:
+            return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return None
+
+
+_TORCH_AUTOCAST: Final = torch.autocast
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autocast`` for the meta device, too, for which older transformers turns it off."""
+    return nullcontext() if device_type == "meta" else _TORCH_AUTOCAST(device_type, *args, **kwargs)
+
+
+class _Decided(TorchDispatchMode):
+    """Reads 1 or true from every tensor without data, as of the length of one token."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Context in which models are made and run on tensors without data, and transformers logs nothing."""
+    with (
+        torch.device("meta"),
+        torch.no_grad(),
+        patch.object(torch, "autocast", _autocast),
+        _Decided(),  # type: ignore[no-untyped-call]
+        without_logs(),
+    ):
+        yield
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Context in which transformers logs nothing."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

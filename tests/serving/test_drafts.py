@@ -1,0 +1,91 @@
+"""A server with drafts gives the answers of one without, and counts what was drafted."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from typing import Any
+
+from oracles.serving import Served, served
+
+CODE = 'def area(width, height):\n    return width * height\n\n\nPAIRS = {"a": 1, "b": 2, "c": 3}\n'
+COPY = CODE * 3 + CODE[:30]
+KEYS = ("identifier_of_the_customer", "name_of_the_product")
+SCHEMA = {"type": "object", "properties": {key: {"type": "boolean"} for key in KEYS}, "required": [*KEYS]}
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 4, "n": 2},
+    "penalties": {"temperature": 0.5, "seed": 1, "frequency_penalty": 0.3, "logit_bias": {"30": 1}},
+    "a stop": {"stop": ["height\n"]},
+    "no end": {
+        "extra_body": {"ignore_eos": True, "min_p": 0.05, "repetition_penalty": 1.05},
+        "temperature": 1.0,
+    },
+    "json": {
+        "extra_body": {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        }
+    },
+}
+
+
+def answered(server: Served) -> tuple[dict[str, Any], list[Any]]:
+    """Choices of all requests, whole and streamed, and the usage of those that are whole."""
+    found, usage = dict[str, Any](), []
+    with server.client() as client:
+        for name, fields in ASKED.items():
+            fields = {
+                "model": "bundled",
+                "prompt": COPY,
+                "max_tokens": 32,
+                "logprobs": 2,
+                "seed": 9,
+                **fields,
+            }
+            whole = client.completions.create(**fields)
+            found[name] = [x.model_dump() for x in whole.choices]
+            usage.append(whole.usage)
+            if name not in ("sampled", "a stop"):
+                continue
+            chunks = client.completions.create(**fields, stream=True)
+            texts: dict[int, str] = {}
+            for chunk in chunks:
+                for x in chunk.choices:
+                    texts[x.index] = texts.get(x.index, "") + x.text
+            assert [texts[i] for i in sorted(texts)] == [x["text"] for x in found[name]]
+    return found, usage
+
+
+def test_answers_are_those_without() -> None:
+    with served("int4") as server:
+        expected, without = answered(server)
+    with served("int4", drafts="lookup") as server:
+        found, usage = answered(server)
+        report = server.session.report()
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+            metrics = answer.read().decode()
+    assert found == expected
+    assert all(x.completion_tokens_details is None for x in without)
+    assert [(x.prompt_tokens, x.completion_tokens) for x in usage] == [
+        (x.prompt_tokens, x.completion_tokens) for x in without
+    ]
+    details = [x.completion_tokens_details for x in usage if x.completion_tokens_details is not None]
+    accepted = sum(x.accepted_prediction_tokens for x in details)
+    rejected = sum(x.rejected_prediction_tokens for x in details)
+    assert 0 < accepted < report.tokens_accepted  # those of streams, too
+    assert accepted + rejected < report.tokens_drafted
+    for name in ("drafted", "accepted"):
+        [count] = re.findall(rf'^kvloom_{name}_tokens_total{{model="bundled"}} (.*)$', metrics, re.MULTILINE)
+        assert float(count) >= getattr(report, f"tokens_{name}")  # the last stream may still run
+
+
+def test_keys_of_a_schema_are_drafted() -> None:
+    """What a grammar forces is no question to the model, be there anything like it in the text or not."""
+    asked: dict[str, Any] = {"model": "bundled", "prompt": "x", "max_tokens": 60, **ASKED["json"]}
+    with served(drafts="lookup") as server, server.client() as client:
+        answer = client.completions.create(**asked)
+        report = server.session.report()
+    assert [*json.loads(answer.choices[0].text)] == [*KEYS]
+    assert report.tokens_accepted >= 5
+    assert answer.usage is not None and report.steps <= answer.usage.completion_tokens - 5
