@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="BYTES", help="also print how much fits in this size, such as 24GB or 24GiB"
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG plot")
 
 
 def parse_bytes(name: str, text: str) -> int:

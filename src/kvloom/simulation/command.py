@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--page-size", type=int, default=512, metavar="N",
-        help="tokens in a page, a multiple or a divisor of the trace's 512 (default: 512)",
+        help="tokens in a page, a multiple or a divisor of the trace's block_size (default: 512)",
     )  # fmt: skip
     parser.add_argument(
         "--below",
@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "which kvloom plan prints",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG plot")
 
 
 def parse_tokens(text: str, name: str = "capacity", unit: str = "tokens") -> int:
