@@ -54,8 +54,8 @@ def changed_keys(model: Any, statistics: KeyStatistics) -> Iterator[None]:
         (1, min(_TOKENS, positions_of(model) or _TOKENS)),
         generator=torch.Generator().manual_seed(1),
     ).to(model.device)
-    seen, expected = _seen(model, sources, tokens)
-    with _changed(sources, [_probe(source, each) for source, each in zip(sources, seen, strict=True)]):
+    seen, expected = _measure_outputs(model, sources, tokens)
+    with _with_changes(sources, [_probe(source, each) for source, each in zip(sources, seen, strict=True)]):
         with torch.no_grad():
             found = model(tokens, use_cache=False).logits
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().amax())):
@@ -64,7 +64,7 @@ def changed_keys(model: Any, statistics: KeyStatistics) -> Iterator[None]:
     changes = [
         _change(source, each, statistics, generator) for source, each in zip(sources, seen, strict=True)
     ]
-    with _changed(sources, changes):
+    with _with_changes(sources, changes):
         yield
 
 
@@ -115,7 +115,7 @@ def _sources(model: Any) -> list[_Source]:
     share = getattr(config, "partial_rotary_factor", None) or parameters.get("partial_rotary_factor", 1.0)
     found = []
     for module in model.modules():
-        ends = [_last(module, side) for side in "kq"]
+        ends = [_last_module(module, side) for side in "kq"]
         if getattr(module, "layer_idx", None) is not None and ends[0] is not None and ends[1] is not None:
             head_dim = getattr(module, "head_dim", None) or head_dim_of(config)
             found.append(_Source(ends[0], ends[1], head_dim, int(head_dim * share)))
@@ -124,7 +124,7 @@ def _sources(model: Any) -> list[_Source]:
     return found
 
 
-def _last(attention: nn.Module, side: str) -> nn.Module | None:
+def _last_module(attention: nn.Module, side: str) -> nn.Module | None:
     """Last module of keys (``"k"``) or queries of a layer: a projection, or the norm after it."""
     if not isinstance(getattr(attention, f"{side}_proj", None), nn.Module):
         return None
@@ -132,13 +132,13 @@ def _last(attention: nn.Module, side: str) -> nn.Module | None:
     return next(x for x in named if isinstance(x, nn.Module))
 
 
-def _seen(model: Any, sources: list[_Source], tokens: Tensor) -> tuple[list[_Seen], Tensor]:
+def _measure_outputs(model: Any, sources: list[_Source], tokens: Tensor) -> tuple[list[_Seen], Tensor]:
     """Measure the modules' outputs; also returns the logits of the model."""
     given: dict[nn.Module, Tensor] = {}
     with ExitStack() as stack, torch.no_grad():
         for source in sources:
             for module in source[:2]:
-                _hook(stack, module, partial(_noted, given, module))
+                _change_output(stack, module, partial(_note_output, given, module))
         logits = model(tokens, use_cache=False).logits
     found = []
     for source in sources:
@@ -183,20 +183,20 @@ def _of_queries(x: Tensor, query_heads: int) -> Tensor:
 
 
 @contextmanager
-def _changed(sources: list[_Source], changes: list[_Change]) -> Iterator[None]:
+def _with_changes(sources: list[_Source], changes: list[_Change]) -> Iterator[None]:
     with ExitStack() as stack:
         for source, change in zip(sources, changes, strict=True):
-            _hook(stack, source.key, change.key)
-            _hook(stack, source.query, change.query)
+            _change_output(stack, source.key, change.key)
+            _change_output(stack, source.query, change.query)
         yield
 
 
-def _noted(given: dict[nn.Module, Tensor], module: nn.Module, x: Tensor) -> Tensor:
+def _note_output(given: dict[nn.Module, Tensor], module: nn.Module, x: Tensor) -> Tensor:
     """Record ``x`` as the output of a module, and return it."""
     given[module] = x
     return x
 
 
-def _hook(stack: ExitStack, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def _change_output(stack: ExitStack, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Change the output of a module until the stack is closed."""
     stack.callback(module.register_forward_hook(lambda _, args, out: change(out)).remove)

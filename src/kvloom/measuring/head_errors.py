@@ -88,7 +88,7 @@ class HeadErrors:
         out = result[0].double()
         sums.add_output(layer, out, self._counts)
         for number, cache in enumerate(self._caches):
-            kept = _kept(cache, key, value, layer, num_read, num_new)
+            kept = _store_and_load(cache, key, value, layer, num_read, num_new)
             if self._counts is not None:
                 error = own(module, query, *kept, mask, **options)[0] - out
                 sums.add_error(number, layer, error, self._counts)
@@ -125,11 +125,11 @@ class _Sums:
 
     def add_output(self, layer: int, x: Tensor, counts: Tensor | bool | None) -> None:
         """Add an output ``[B, Q, Hq, D]``."""
-        _add(self._outputs, layer, x, counts)
+        _add_squares(self._outputs, layer, x, counts)
 
     def add_error(self, kind: int, layer: int, x: Tensor, counts: Tensor | bool) -> None:
         """Add an error ``[B, Q, Hq, D]`` of a kind."""
-        _add(self._errors[kind], layer, x, counts)
+        _add_squares(self._errors[kind], layer, x, counts)
 
     def result(self) -> list[ByLayer]:
         """Norms of errors over norms of outputs, for each kind."""
@@ -142,7 +142,7 @@ class _Sums:
 _MEASURING: Final[ContextVar[HeadErrors]] = ContextVar("kvloom_head_errors")
 
 
-def _kept(cache: Any, key: Tensor, value: Tensor, layer: int, num_read: int, num_new: int) -> Any:
+def _store_and_load(cache: Any, key: Tensor, value: Tensor, layer: int, num_read: int, num_new: int) -> Any:
     """Store new keys and values in a cache; returns what it has of all.
 
     Args:
@@ -167,7 +167,7 @@ def _kept(cache: Any, key: Tensor, value: Tensor, layer: int, num_read: int, num
     return found[0] if len(found) == 1 else [torch.cat(side, 2) for side in zip(*found, strict=True)]
 
 
-def _add(sums: dict[int, Tensor], layer: int, x: Tensor, counts: Tensor | bool | None) -> None:
+def _add_squares(sums: dict[int, Tensor], layer: int, x: Tensor, counts: Tensor | bool | None) -> None:
     """Add the squares of ``[B, Q, Hq, D]`` to the sums ``[Hq]`` of a layer, of the tokens that count."""
     if counts is None:
         return
@@ -188,9 +188,9 @@ def _attention(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
     return _MEASURING.get().attend(module, *args, **options)
 
 
-def _mask(*args: Any, **options: Any) -> Any:
+def _own_mask(*args: Any, **options: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[_MEASURING.get().implementation](*args, **options)
 
 
 AttentionInterface.register(_IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(_IMPLEMENTATION, _mask)
+AttentionMaskInterface.register(_IMPLEMENTATION, _own_mask)

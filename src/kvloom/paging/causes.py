@@ -288,7 +288,7 @@ class Causes:
         at = bisect_left(siblings, node.tokens)
         near = siblings[max(at - 1, 0) : at + 1]
         if near:
-            same = i * self.page_size + max(_same(x, node.tokens) for x in near)
+            same = i * self.page_size + max(_num_common_tokens(x, node.tokens) for x in near)
             if same:
                 return Miss("tokens differ", i, at=same)
         return Miss("never stored", i)
@@ -312,7 +312,7 @@ class Causes:
         self._texts = {key: text for key, text in self._texts.items() if text in texts}
 
 
-def _same(left: bytes, right: bytes) -> int:
+def _num_common_tokens(left: bytes, right: bytes) -> int:
     """Number of first tokens that two pages have in common."""
     size = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), len(left))
     return size // 8

@@ -70,7 +70,7 @@ class WorthOrder:
         self._room = 0  # length of ``NEAR``: number of sealed pages at the last eviction
         self._slack: float = inf  # length at which ``NEAR`` is trimmed, a little more
         self._clock = 0  # number of pages that became idle
-        self._counted = 0  # clock when ``_count`` last ended
+        self._counted = 0  # clock when ``_count_all_ages`` last ended
         self._counting: tuple[int, int] | None = None  # age that it counts, and the clock when it began
         self._odds = Odds()
         self._rests: list[deque[_Rest]] = [deque() for _ in LIMITS]  # by counted age, oldest first
@@ -126,7 +126,7 @@ class WorthOrder:
             text = texts.new(digest)
         else:
             self._lost += texts.lists[text] == NEAR
-            self._used(text)
+            self._count_use(text)
         self._asked += 1
         texts.pages[text], texts.parents[text] = page, -1 if parent is None else parent
         texts.children[text] = 0
@@ -148,7 +148,7 @@ class WorthOrder:
             self._num_rests += 1
             self._rests[0].append(rest)
             if not texts.children[text]:
-                self._list(rest, 0)
+                self._list_rest(rest, 0)
         rest.texts.append(text)
         rest.num_left += 1
         texts.rests[text] = rest
@@ -162,7 +162,7 @@ class WorthOrder:
         text = self._sealed[page]
         self._asked += 1
         self._lost -= self._texts.lists[text] != NEAR
-        self._used(text)
+        self._count_use(text)
 
     def evict(self, num_pages: int) -> list[int]:
         """Evict ``num_pages`` idle pages, or all if there are fewer; each comes after its children."""
@@ -176,7 +176,7 @@ class WorthOrder:
         if self._counting is None and is_due:
             self._counting = len(LIMITS) - 2, self._clock
         if self._counting is not None:
-            self._count(_AT_ONCE * num_pages)
+            self._count_all_ages(_AT_ONCE * num_pages)
         self._odds.go_on()
         self._grow_older(_AT_ONCE * num_pages)
         limit = _LEAD * max(self._asked, 4 * self._room)
@@ -192,12 +192,12 @@ class WorthOrder:
             entry = heappop(cells[cell])
             if not cells[cell]:
                 del cells[cell]
-            self._empty(entry[1], num_pages, gone)
+            self._evict_from(entry[1], num_pages, gone)
             if entry[1].is_listed:
                 heappush(cells.setdefault(cell, []), entry)
         return gone
 
-    def _empty(self, rest: _Rest, num_pages: int, gone: list[int]) -> None:
+    def _evict_from(self, rest: _Rest, num_pages: int, gone: list[int]) -> None:
         """Evict pages of a rest until ``gone`` has ``num_pages``, or no other can be evicted now."""
         texts = self._texts
         while rest.first < len(rest.texts):
@@ -215,17 +215,17 @@ class WorthOrder:
             self._sealed[page] = texts.pages[text] = -1
             self.num_sealed -= 1
             if texts.lists[text] < 0:
-                self._lose(text)
+                self._leave_rest(text)
                 texts.drop(text)
             if parent >= 0:
                 above = self._sealed[parent]
                 texts.children[above] -= 1
                 other = texts.rests[above]
                 if not texts.children[above] and other is not None and other is not rest:
-                    self._list(other, bisect_right(LIMITS, self._clock - other.start) - 1)
+                    self._list_rest(other, bisect_right(LIMITS, self._clock - other.start) - 1)
         rest.is_listed = False
 
-    def _list(self, rest: _Rest, age: int) -> None:
+    def _list_rest(self, rest: _Rest, age: int) -> None:
         if not rest.is_listed:
             rest.is_listed = True
             heappush(self._cells.setdefault(NUM_KINDS * age + rest.kind, []), (rest.number, rest))
@@ -240,27 +240,27 @@ class WorthOrder:
                 _, rest = heappop(heap)
                 rest.is_listed = False
                 if rest.num_left:
-                    self._list(rest, bisect_right(LIMITS, self._clock - rest.start) - 1)
+                    self._list_rest(rest, bisect_right(LIMITS, self._clock - rest.start) - 1)
             if not heap:
                 del self._cells[cell]
 
-    def _used(self, text: int) -> None:
+    def _count_use(self, text: int) -> None:
         """Count the use of a page that was idle or evicted."""
         rest, self._open = self._texts.rests[text], None
         if rest is not None:
             if rest.checked != self._clock:
-                self._age(rest)
+                self._count_ages(rest)
             self._odds.used[rest.kind][rest.age] += 1
-            self._lose(text)
+            self._leave_rest(text)
 
-    def _lose(self, text: int) -> None:
+    def _leave_rest(self, text: int) -> None:
         """Remove a page from its rest."""
         rest: _Rest | None = self._texts.rests[text]
         if rest is not None:
             rest.num_left -= 1
             self._texts.rests[text] = None
 
-    def _age(self, rest: _Rest) -> None:
+    def _count_ages(self, rest: _Rest) -> None:
         """Count the ages that a rest has reached."""
         rest.checked = self._clock
         age = bisect_right(LIMITS, self._clock - rest.start) - 1
@@ -270,7 +270,7 @@ class WorthOrder:
                 entered[i] += rest.num_left
             rest.age = age
 
-    def _count(self, most: int) -> None:
+    def _count_all_ages(self, most: int) -> None:
         """Count the ages of up to ``most`` rests; learn from the counts once those of all are counted."""
         while self._counting is not None:
             age, clock = self._counting
@@ -281,7 +281,7 @@ class WorthOrder:
                 most -= 1
                 rest = rests.popleft()
                 if rest.num_left:
-                    self._age(rest)
+                    self._count_ages(rest)
                     self._rests[rest.age].append(rest)
             self._counting = (age - 1, clock) if age else None
         kept = 0.5 ** ((self._clock - self._counted) / (16 * self._room))
@@ -299,5 +299,5 @@ class WorthOrder:
             text = texts.first(FAR)
             texts.move(text, -1)
             if texts.pages[text] < 0:
-                self._lose(text)
+                self._leave_rest(text)
                 texts.drop(text)

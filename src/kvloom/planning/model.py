@@ -102,7 +102,7 @@ class ModelShape:
             text,
             _weights_of(config, model),
             tuple(
-                _shape(type(config).__name__, layer, seen, i, names_rank(text))
+                _layer_shape(type(config).__name__, layer, seen, i, names_rank(text))
                 for i, layer in enumerate(layers)
             ),
             packable_bytes(model),
@@ -180,7 +180,7 @@ def _run_without_data(config: Any) -> _Run:
     return _Run(model, cache, None, None)
 
 
-def _shape(name: str, layer: LayerSpec, cache: Watched, index: int, is_latent: bool) -> LayerShape:
+def _layer_shape(name: str, layer: LayerSpec, cache: Watched, index: int, is_latent: bool) -> LayerShape:
     theirs = cache.layers[index]
     state = numel = 0
     if layer.states:

@@ -156,27 +156,31 @@ class Plan:
 
         0 if not even the weights fit; ``None`` if every length fits.
         """
-        return _most(lambda n: self._with(n, self.batch).total <= memory)
+        return _largest_that_fits(lambda n: self._with(n, self.batch).total <= memory)
 
     def largest_batch(self, memory: int) -> int | None:
         """Largest number of sequences of ``context`` tokens that fit in ``memory`` bytes.
 
         0 if not even the weights fit; ``None`` if every number fits.
         """
-        return _most(lambda n: self._with(self.context, n).total <= memory)
+        return _largest_that_fits(lambda n: self._with(self.context, n).total <= memory)
 
     def _with(self, context: int, batch: int) -> "Plan":
         format, rows = self._format, batch * self.beams
         windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.entry or layer.index)
-        held = {window: _held(context, window, self.page_size, self.at_once) for window in windows}
+        held = {
+            window: _pages_and_tokens(context, window, self.page_size, self.at_once) for window in windows
+        }
         own = tuple(
-            _layer(layer, format.of_layer(i), rows, *held.get(layer.window, (0, 0)), context, self.at_once)
+            _layer_plan(
+                layer, format.of_layer(i), rows, *held.get(layer.window, (0, 0)), context, self.at_once
+            )
             for i, layer in enumerate(self.shape.layers)
         )
         beside, num_tokens = format_beside(format, range(len(own))), self.encoder_tokens
         num_pages = -(-num_tokens // beside.page_size)
         of_encoder = tuple(
-            _layer(
+            _layer_plan(
                 LayerShape("encoder", entry, None, 0),
                 beside.of_layer(i),
                 batch,
@@ -282,7 +286,7 @@ def kinds_for(shape: ModelShape) -> list[str]:
     return [kind for kind in STORAGE if kind not in CODES or all(map(group_for, dims))]
 
 
-def _held(context: int, window: int | None, page_size: int, at_once: bool) -> tuple[int, int]:
+def _pages_and_tokens(context: int, window: int | None, page_size: int, at_once: bool) -> tuple[int, int]:
     """Most pages of one sequence while ``context`` tokens are read, and the tokens that it then holds."""
     if window is None or not context:
         return -(-context // page_size), context
@@ -290,7 +294,7 @@ def _held(context: int, window: int | None, page_size: int, at_once: bool) -> tu
 
 
 def _in_window(sequences: Sequences, context: int, at_once: bool) -> tuple[int, int]:
-    """Pages and tokens as of ``_held``, for empty sequences with a window."""
+    """Pages and tokens as of ``_pages_and_tokens``, for empty sequences with a window."""
     sequences.reserve(1, context)
     num_pages, num_tokens = sequences.pages.pool.num_pages, sequences.tables[0].num_tokens
     if not at_once:
@@ -298,7 +302,7 @@ def _in_window(sequences: Sequences, context: int, at_once: bool) -> tuple[int, 
     return num_pages, num_tokens
 
 
-def _layer(
+def _layer_plan(
     layer: LayerShape,
     format: CacheFormat,
     batch: int,
@@ -322,7 +326,7 @@ def _layer(
     return LayerPlan(layer.kind, cache, scales * num_slots, states, (entry.nbytes + of_index) * empty)
 
 
-def _most(fits: Callable[[int], bool]) -> int | None:
+def _largest_that_fits(fits: Callable[[int], bool]) -> int | None:
     """Largest number that fits, if all smaller ones do."""
     low, high = 0, 1
     while high <= _LONGEST and fits(high):

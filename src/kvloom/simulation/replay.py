@@ -79,10 +79,10 @@ def replay(
     if policy not in POLICIES:
         raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     requests = paged(requests, page_size)
-    found = _found(requests, -(-capacity // page_size), policy)
+    found = _found_by_request(requests, -(-capacity // page_size), policy)
     ends = found
     if below:
-        ends = [*map(max, found, _found(requests, below // page_size, "lru"))]
+        ends = [*map(max, found, _found_by_request(requests, below // page_size, "lru"))]
     lengths = [request.input_length for request in requests]
     tokens, tokens_in_all = (
         sum(min(page_size * count, length) for count, length in zip(counts, lengths, strict=True))
@@ -98,14 +98,16 @@ def replay(
     )
 
 
-def _found(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
+def _found_by_request(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
     """Number of blocks that each request finds."""
     if policy in paging.POLICIES:
-        return _through_the_pool(requests, num_pages, policy)
-    return _through(requests, optimum(num_pages, requests) if policy == "opt" else GENERAL[policy](num_pages))
+        return _found_in_pool(requests, num_pages, policy)
+    return _found_with_policy(
+        requests, optimum(num_pages, requests) if policy == "opt" else GENERAL[policy](num_pages)
+    )
 
 
-def _through_the_pool(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
+def _found_in_pool(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
     pool = PagePool(min(num_pages, sum(len(x.hash_ids) for x in requests)), policy)  # no other is used
     tree = PrefixTree(pool, page_size=1)  # block ids are used as tokens
     counts = []
@@ -118,7 +120,7 @@ def _through_the_pool(requests: Sequence[Request], num_pages: int, policy: str) 
     return counts
 
 
-def _through(requests: Sequence[Request], cache: Policy) -> list[int]:
+def _found_with_policy(requests: Sequence[Request], cache: Policy) -> list[int]:
     counts = []
     for request in requests:
         count = 0
