@@ -225,7 +225,7 @@ def plan(
         values: As ``kv``, for the values alone.
         pack: As of ``enable``: ``True`` for packed weights of linear layers beside the others.
         at_once: Whether each prompt is read in one forward, and nothing after it. Otherwise windows and
-            residual windows count twice: a forward longer than them also has the tokens before it.
+            residual windows count twice: a forward needs those before it, and leaves those after it.
         encoder_tokens: For an encoder-decoder, the tokens that its encoder makes of each input, padding
             included; ``None`` for the maximum of the configuration, such as Whisper's 1,500. For a decoder to
             which the caller may give an encoder's output, the tokens of that output, or ``None``.
