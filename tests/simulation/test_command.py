@@ -193,7 +193,7 @@ def test_a_store_below_has_states_too(trace: Path, capsys: pytest.CaptureFixture
         (["--states", "3", "--policy", "lru,opt"], "--policy must be one of lru, ours with recurrent states"),
         (
             ["--states", "3", "--state-interval", "500"],
-            "--state-interval must be a multiple of page_size 512",
+            "--state-interval must be a positive multiple of page_size 512",
         ),
         (["--states", "3", "--capacity", "5"], "--capacity must be at least 512 tokens, got 5"),
         (

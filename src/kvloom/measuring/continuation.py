@@ -24,8 +24,8 @@ def write(
     """Print the prompt (or its last lines) and its greedy continuation token by token, then its costs.
 
     Args:
-        model: Model as of ``load_model``.
-        tokenizer: Tokenizer as of ``load_model``.
+        model: Model, as ``load_model`` returns it.
+        tokenizer: Tokenizer, as ``load_model`` returns it.
         prompt: Text.
         kv: As of ``KVCache.for_model``.
         max_new_tokens: Maximum number of new tokens, within the model's positions.

@@ -69,7 +69,7 @@ def plan_bits(
         on_step: Called after each step with the number of steps done and of all steps.
 
     Raises:
-        ArgumentError: an argument is no such value, or the budget is less than the cheapest kind needs.
+        ArgumentError: an argument has another value, or the budget is less than the cheapest kind needs.
         UnsupportedError: as ``KVCache.for_model``.
     """
     if (bits is None) == (budget is None):

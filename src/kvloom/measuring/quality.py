@@ -75,7 +75,7 @@ def quality(
         DynamicCache first, then the kinds in their order.
 
     Raises:
-        ArgumentError: an argument is no such value.
+        ArgumentError: an argument has another value.
         UnsupportedError: the model does not generate, or keeps states outside of its cache.
     """
     is_tokens = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and input_ids.dtype in INDEX_DTYPES

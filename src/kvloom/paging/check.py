@@ -125,7 +125,7 @@ def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
 
 
 def _check_states(pool: PagePool, counts: Counter[int]) -> None:
-    """Check each page's place and its state, which follows from ``counts`` of held references alone."""
+    """Check each page's place and its state, which follows only from ``counts`` of held references."""
     for page, (extent, index) in enumerate(map(pool.place, range(pool.num_pages))):
         if pool._extents[extent][index] != page:
             there = pool._extents[extent][index]
@@ -164,7 +164,7 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
             flags & PREFERRED and page not in sealed - {*passed}
         ):
             raise StateError(
-                f"page {page} must be flagged as passed in the list of passed pages alone, and as preferred "
+                f"page {page} must be flagged as passed only in the list of passed pages, and as preferred "
                 f"only if it is sealed and not passed, got flags {flags}"
             )
     visited: set[int] = set()

@@ -220,7 +220,7 @@ class Growth:
     """Plan to make room for ``num_tokens[i]`` more tokens in ``tables[i]``; ``made`` executes it.
 
     A partly filled last page that is sealed or has other holders is replaced by a new page. Tables that leave
-    the page in the same call no longer count: if n tables alone share an unsealed page, n - 1 get copies and
+    the page in the same call no longer count: if only n tables share an unsealed page, n - 1 get copies and
     the last writes in place. Execute the plan before anything else changes the pool.
 
     Attributes:

@@ -1,1 +1,1 @@
-"""Planning: memory of a model and its cache, from a configuration alone, before any allocation."""
+"""Planning: memory of a model and its cache, from its configuration, before any allocation."""

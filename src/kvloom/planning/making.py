@@ -80,7 +80,7 @@ def _class_named(config: Any) -> Any:
 
 
 def _dtype_of(config: Any) -> Any:
-    """Dtype of the weights, which some configurations say of the part that generates text alone."""
+    """Dtype of the weights, which some configurations say only for the part that generates text."""
     for x in (config, config.get_text_config(decoder=True)):
         dtype = getattr(x, "dtype", None)
         if dtype is not None:
@@ -97,7 +97,7 @@ def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Decided(TorchDispatchMode):
-    """Reads 1 or true from every tensor without data, as of the length of one token."""
+    """Mode in which each value read from a tensor without data is 1 or true, as of one token."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

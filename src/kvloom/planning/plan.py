@@ -222,7 +222,7 @@ def plan(
         context: Tokens of each sequence; ``None`` for the model's maximum.
         batch: Number of sequences, or of inputs with ``beams`` sequences each.
         page_size: Tokens in a page.
-        values: As ``kv``, for the values alone.
+        values: As ``kv``, only for the values.
         pack: As of ``enable``: ``True`` for packed weights of linear layers beside the others.
         at_once: Whether each prompt is read in one forward, and nothing after it. Otherwise windows and
             residual windows count twice: a forward needs those before it, and leaves those after it.
@@ -264,7 +264,7 @@ def plan(
 
 
 def _encoder_tokens(shape: ModelShape, given: int | None) -> int:
-    """Tokens of the encoder for each input: those given, or the most by the configuration."""
+    """Tokens of the encoder for each input: those given, or the maximum of the configuration."""
     if not shape.encoder:
         if given is not None:
             raise ArgumentError(f"encoder_tokens must be None for a model without an encoder, got {given!r}")

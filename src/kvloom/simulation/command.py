@@ -94,7 +94,7 @@ def parse_tokens(text: str, name: str = "capacity", unit: str = "tokens") -> int
     """Parse a number of tokens: ``"3M"`` (3 * 10^6), ``"1.5k"`` or a plain number.
 
     Raises:
-        ArgumentError: ``text`` is no such number.
+        ArgumentError: ``text`` is no number in this form.
     """
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text)
     if found is None:
@@ -137,7 +137,7 @@ def print_hits(args: argparse.Namespace) -> None:
 
 
 def _states(args: argparse.Namespace) -> list[States]:
-    """Numbers of texts whose states are kept, unlimited last; ``None`` alone if states are not simulated."""
+    """Numbers of texts whose states are kept, unlimited last; only ``None`` if states are not simulated."""
     if args.states is None:
         for name in ("state_interval", "state_tokens"):
             if (given := getattr(args, name)) is not None:

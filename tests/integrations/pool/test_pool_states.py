@@ -351,7 +351,9 @@ def test_the_bytes_of_states_are_planned(name: str) -> None:
 
 def test_bad_arguments_are_named() -> None:
     model = kept_model("falcon_h1")
-    with pytest.raises(ArgumentError, match=r"^state_interval must be a multiple of page_size 8, got 12$"):
+    with pytest.raises(
+        ArgumentError, match=r"^state_interval must be a positive multiple of page_size 8, got 12$"
+    ):
         pool_of(model, state_interval=12)
     with pytest.raises(ArgumentError, match=r"^state_interval must be at least 1, got 0$"):
         pool_of(model, state_interval=0)
