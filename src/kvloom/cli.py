@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     supports.add_options(uses)
     uses.set_defaults(run=_options_named("model")(supports.print_support))
 
-    simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
+    simulate = commands.add_parser("simulate", help="hit rates of a trace with other capacities and policies")
     simulation.add_options(simulate)
     simulate.set_defaults(
         run=_options_named("capacity|policy|page_size|below|states|max_states|state_interval|state_tokens")(

@@ -38,7 +38,7 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
         load: Function that loads model and tokenizer of a folder, or the bundled ones.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
-        "quality", help="what kinds of caches cost in quality, and in bytes"
+        "quality", help="quality and bytes of kinds of caches, compared with DynamicCache"
     )
     parser.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
     parser.add_argument("--text", default=HELD_OUT, metavar="TEXT",
