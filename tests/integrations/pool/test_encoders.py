@@ -368,3 +368,38 @@ def test_a_direct_forward_finds_what_it_is_given() -> None:
     with torch.no_grad():
         again = model(encoder_outputs=states, **{CACHE_ARGUMENT: cache}, decoder_input_ids=ids).logits
     assert torch.equal(again, outputs[0])
+
+
+def test_tokens_that_were_found_are_fed_once() -> None:
+    model, given = family("BartForConditionalGeneration"), inputs("BartForConditionalGeneration")
+    one, ids = {name: x[:1] for name, x in given.items()}, torch.tensor([[1, 5, 6, 7, 8, 9]])
+    helper, pool = family("BartForConditionalGeneration"), pool_of(model)
+    expected = generated(model, one, decoder_input_ids=ids)
+    for found in (0, 4, 4):  # what the assistant drafts follows all tokens that were asked for
+        cache: Any = pool.begin(ids, content=pool.content_of(one))
+        assert cache.get_seq_length() == found
+        skipped = cache.skip_encoder()
+        answer = generated(model, one, cache, **skipped, decoder_input_ids=ids, assistant_model=helper)
+        assert torch.equal(answer, expected)
+        pool.commit(cache)
+
+    def begun() -> Any:
+        return pool.begin(ids, content=pool.content_of(one))
+
+    with torch.no_grad():
+        whole = model(**one, decoder_input_ids=torch.cat([ids, ids], 1)).logits
+        for first in (4, 0):
+            own = {CACHE_ARGUMENT: begun(), "decoder_input_ids": torch.cat([ids, ids], 1)[:, first:]}
+            torch.testing.assert_close(model(**one, **own).logits, whole[:, 4:], rtol=1e-4, atol=1e-4)
+        for others in (ids[:, :5], ids[:, :1], ids + 1, ids[:, 3:]):
+            with pytest.raises(ArgumentError, match="decoder_input_ids must be all tokens with which the"):
+                model(**one, **{CACHE_ARGUMENT: begun()}, decoder_input_ids=others)
+        for others in ({}, {"labels": ids}):
+            with pytest.raises(ArgumentError, match="decoder_input_ids must be given with a cache of a pool"):
+                model(**one, **{CACHE_ARGUMENT: begun()}, **others)
+        cache, two = begun(), {name: x.repeat(2, 1) for name, x in one.items()}
+        cache.batch_repeat_interleave(2)  # tokens that a reordered cache is given later are new ones
+        for part in (ids[:, 4:], ids):
+            model(**two, **{CACHE_ARGUMENT: cache}, decoder_input_ids=part.repeat(2, 1))
+            cache.reorder_cache(torch.tensor([1, 0]))
+        assert cache.get_seq_length() == 12

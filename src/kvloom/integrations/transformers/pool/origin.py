@@ -379,7 +379,8 @@ def parameters_of(kind: Any) -> dict[str, Any]:
 def token_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Inputs of a forward beside those of an encoder, by the names that they have in a decoder alone."""
     kind: Any = type(module)
-    return of_decoder(inputs) if f"{PREFIX}input_ids" in parameters_of(kind) else inputs
+    name = f"{PREFIX}input_ids"  # that of a wrapper's forward may be among **kwargs
+    return of_decoder(inputs) if name in inputs or name in parameters_of(kind) else inputs
 
 
 def num_tokens_in(inputs: Mapping[str, Any]) -> int:
