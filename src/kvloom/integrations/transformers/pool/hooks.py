@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.cache_argument import given_cache
 from kvloom.integrations.transformers.models.encoders import PREFIX
+from kvloom.integrations.transformers.models.signatures import parameters_of
 from kvloom.integrations.transformers.pool.origin import (
     ASSIGNED,
     Origin,
     PoolCache,
     num_tokens_in,
-    parameters_of,
     token_inputs,
 )
 from kvloom.integrations.transformers.states.grid import Grid, joined, piece_of, versions_of, why_uncut

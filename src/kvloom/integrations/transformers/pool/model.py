@@ -27,6 +27,7 @@ from kvloom.integrations.transformers.models.positions import gives_positions
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.pool.encoder_runs import EncoderRuns
 from kvloom.integrations.transformers.pool.hooks import watch_inputs
 from kvloom.integrations.transformers.pool.origin import Origin
 from kvloom.integrations.transformers.pool.padding import padding_of
@@ -62,13 +63,19 @@ class PoolModel:
         hold_layers(model, holder, wish)
         if is_in_place:
             hold_attention(model, holder)
-        self.release = finalize(self, _release, model, holder)
         watch_inputs(model)
         self.guard = PairGuard(model)
         self.watch = ModelWatch(model)
+        self._runs = EncoderRuns(self.watch) if model.config.is_encoder_decoder else None
+        hooks = (
+            []
+            if self._runs is None
+            else [model.get_encoder().register_forward_hook(self._runs, with_kwargs=True)]
+        )
+        self.release = finalize(self, _release, model, holder, hooks)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rope = dynamic_rope(model)
-        self.has_encoder = bool(model.config.is_encoder_decoder)
+        self.has_encoder = self._runs is not None
         found = placeholders_of(model.config) | placeholders_of(text_config_of(model))
         self.placeholders, self._of_encoder = ({}, found) if self.has_encoder else (found, {})
         self.memory = memory_of(model)
@@ -118,7 +125,7 @@ class PoolModel:
             contents = expect_content(self.placeholders, rows, content)
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
         refusal = self._rope.why_alone if self._rope is not None and frequencies is None else ""
-        of_model = self.watch, self._rope, bool(self.placeholders), self.counted, self.has_encoder
+        of_model = self.watch, self._rope, bool(self.placeholders), self.counted, self._runs
         own = *of_model, salt, list(contents), state, self._gives_positions, frequencies or "", refusal
         return Origin(*own)
 
@@ -160,6 +167,8 @@ class PoolModel:
         return model_digest(self.watch.model)
 
 
-def _release(model: Any, holder: str) -> None:
+def _release(model: Any, holder: str, hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
     release_layers(model, holder)
     release_attention(model, holder)
