@@ -465,3 +465,28 @@ def test_a_forward_reads_the_content_of_its_cache(is_known: bool) -> None:
             model(**forward)
         assert cache.get_seq_length() == (0 if any(read is x for x in reads) else 1)
     pool.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [
+        ("M2M100ForConditionalGeneration", True),  # counts positions without it
+        ("T5GemmaForConditionalGeneration", True),  # hides it
+        ("BartForConditionalGeneration", False),
+    ],
+)
+def test_padding_in_a_prompt_is_read_as_without_a_pool(name: str, reads: bool) -> None:
+    if name not in NAMES:
+        pytest.skip("this version of transformers does not have the family")
+    model, given, padded = family(name), inputs(name), torch.tensor([[1, 0, 7, 8, 9, 5], [1, 5, 0, 6, 8, 9]])
+    pool = pool_of(model)
+    with torch.no_grad():
+        expected = model(**given, decoder_input_ids=padded).logits[:, -1]
+        for found in (0, 0 if reads else 4):
+            cache: Any = pool.begin(padded, content=pool.content_of(given))
+            assert cache.get_seq_length() == found
+            logits = model(**given, **{CACHE_ARGUMENT: cache}, decoder_input_ids=padded).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+            pool.commit(cache)
+    assert found_tokens(pool, given, padded) == (0 if reads else 20)
+    assert cache.get_seq_length() == 6

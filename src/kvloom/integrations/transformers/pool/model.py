@@ -13,6 +13,7 @@ from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention.held import hold_attention, release_attention
 from kvloom.integrations.transformers.cache.pairs import PairGuard
+from kvloom.integrations.transformers.cache.trial import reads_padding_in_pieces
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.invariance import (
     Wish,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kvloom.integrations.transformers.pool.identity import Identity
     from kvloom.integrations.transformers.pool.states import PoolStates
 
+_PADDING: Final = "there is a padding token in the prompt, which the model reads otherwise in two pieces"
 _KEPT: Final = 15
 """Number of last states whose fingerprints are kept."""
 
@@ -119,12 +121,15 @@ class PoolModel:
         if state != self._expected:  # its configuration, or accelerate's hooks, may be others
             expect_use(self.watch.model, "pool")
             self._expected = state
+        refusal = ""
         if self.has_encoder:
             contents = expect_contents(content, len(rows))
+            refusal = _PADDING if reads_padding_in_pieces(self.watch.model, rows) else ""
         else:
             contents = expect_content(self.placeholders, rows, content)
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
-        refusal = self._rope.why_alone if self._rope is not None and frequencies is None else ""
+        if self._rope is not None and frequencies is None:
+            refusal = self._rope.why_alone
         of_model = self.watch, self._rope, bool(self.placeholders), self.counted, self._runs
         own = *of_model, salt, list(contents), state, self._gives_positions, frequencies or "", refusal
         return Origin(*own)
