@@ -493,7 +493,7 @@ def test_what_a_cache_has_is_what_transformers_asks_of_it() -> None:
 @pytest.mark.skipif(IS_4, reason="positions that the forward of transformers 4 makes are in no graph")
 @pytest.mark.parametrize(("attention", "backend"), [("kvloom", "aot_eager"), ("eager", "eager")])
 def test_a_static_cache_compiles_in_one_graph(attention: str, backend: str) -> None:
-    model = family("Bart", decoder_layers=1).requires_grad_(False)
+    model = family("Bart", SIZES | {"decoder_layers": 1}).requires_grad_(False)
     model.set_attn_implementation(attention)
     static, other = KVCache.for_model(model, static=True, max_tokens=16), KVCache.for_model(model)
     for cache in (static, other):
