@@ -362,9 +362,131 @@ def test_a_direct_forward_finds_what_it_is_given() -> None:
         pool.commit(cache)
     assert torch.equal(*outputs)
     cache = pool.begin(ids, content=pool.content_of(given))
-    with pytest.raises(StateError, match="input_features must be what the cache has"):
+    with pytest.raises(ArgumentError, match="input_features must be among the inputs of"):
         model(input_features=given["input_features"] + 1, **{CACHE_ARGUMENT: cache}, decoder_input_ids=ids)
     states = BaseModelOutput(last_hidden_state=model.get_encoder()(**given)[0].detach())
     with torch.no_grad():
         again = model(encoder_outputs=states, **{CACHE_ARGUMENT: cache}, decoder_input_ids=ids).logits
     assert torch.equal(again, outputs[0])
+
+
+def test_tokens_that_were_found_are_fed_once() -> None:
+    model, given = family("BartForConditionalGeneration"), inputs("BartForConditionalGeneration")
+    one, ids = {name: x[:1] for name, x in given.items()}, torch.tensor([[1, 5, 6, 7, 8, 9]])
+    helper, pool = family("BartForConditionalGeneration"), pool_of(model)
+    expected = generated(model, one, decoder_input_ids=ids)
+    for found in (0, 4, 4):  # what the assistant drafts follows all tokens that were asked for
+        cache: Any = pool.begin(ids, content=pool.content_of(one))
+        assert cache.get_seq_length() == found
+        skipped = cache.skip_encoder()
+        answer = generated(model, one, cache, **skipped, decoder_input_ids=ids, assistant_model=helper)
+        assert torch.equal(answer, expected)
+        pool.commit(cache)
+
+    def begun() -> Any:
+        return pool.begin(ids, content=pool.content_of(one))
+
+    with torch.no_grad():
+        whole = model(**one, decoder_input_ids=torch.cat([ids, ids], 1)).logits
+        for first in (4, 0):
+            own = {CACHE_ARGUMENT: begun(), "decoder_input_ids": torch.cat([ids, ids], 1)[:, first:]}
+            torch.testing.assert_close(model(**one, **own).logits, whole[:, 4:], rtol=1e-4, atol=1e-4)
+        for others in (ids[:, :5], ids[:, :1], ids + 1, ids[:, 3:]):
+            with pytest.raises(ArgumentError, match="decoder_input_ids must be all tokens with which the"):
+                model(**one, **{CACHE_ARGUMENT: begun()}, decoder_input_ids=others)
+        for labels in (None, ids):
+            with pytest.raises(ArgumentError, match="decoder_input_ids must be given with a cache of a pool"):
+                model(**one, **{CACHE_ARGUMENT: begun()}, labels=labels)
+        cache, two = begun(), {name: x.repeat(2, 1) for name, x in one.items()}
+        cache.batch_repeat_interleave(2)  # tokens that a reordered cache is given later are new ones
+        for part in (ids[:, 4:], ids):
+            model(**two, **{CACHE_ARGUMENT: cache}, decoder_input_ids=part.repeat(2, 1))
+            cache.reorder_cache(torch.tensor([1, 0]))
+        assert cache.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("change", ["weights", "weights after begin", "autocast", "training mode", "cast"])
+def test_outputs_of_an_encoder_in_another_state_are_not_shared(change: str) -> None:
+    model, given = family("BartForConditionalGeneration"), inputs("BartForConditionalGeneration")
+    pool, encoder = pool_of(model), model.get_encoder()
+
+    def begun() -> Any:
+        return pool.begin(START, content=pool.content_of(given))
+
+    cache = begun()
+    encoder.train(change == "training mode")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+        outputs = encoder(**given)
+        outputs.last_hidden_state = outputs.last_hidden_state.float()
+        if change == "cast":
+            outputs.last_hidden_state = outputs.last_hidden_state.bfloat16().float()
+    encoder.eval()
+    if "weights" in change:
+        with torch.no_grad():
+            encoder.layers[0].fc1.weight.mul_(2)
+    if change == "weights":
+        cache = begun()
+    pool.commit(cache, generated(model, given, cache, encoder_outputs=outputs))
+    assert found_tokens(pool, given) == 0
+    with torch.no_grad():
+        outputs = encoder(**given)
+    cache = begun()
+    assert torch.equal(generated(model, given, cache, encoder_outputs=outputs), generated(model, given))
+    pool.commit(cache)
+    assert found_tokens(pool, given) == 20
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_forward_reads_the_content_of_its_cache(is_known: bool) -> None:
+    model, given, pool, _ = filled("BartForConditionalGeneration")
+    own = {name: x[1:] for name, x in given.items()}  # its mask hides padding
+    if not is_known:
+        own["input_ids"] = own["input_ids"].roll(2, 1)
+    other_ids, no_mask = own["input_ids"].roll(1, 1), torch.ones(1, 20, dtype=torch.int64)
+    with torch.no_grad():
+        outputs = {"encoder_outputs": model.get_encoder()(**own), "input_ids": None}
+        unmasked = {"encoder_outputs": model.get_encoder()(own["input_ids"]), "input_ids": None}
+        others = {"encoder_outputs": model.get_encoder()(other_ids, own["attention_mask"])}
+    reads: list[dict[str, Any]] = [
+        {"input_ids": other_ids}, {"attention_mask": None}, {"attention_mask": no_mask},
+        {"attention_mask": own["attention_mask"].roll(1, 1)}, outputs | {"attention_mask": no_mask},
+        unmasked, others | {"input_ids": None},
+    ]  # fmt: skip
+    for read in [*reads, {}, outputs, {"attention_mask": own["attention_mask"].bool()}]:
+        cache: Any = pool.begin(START[:1], content=pool.content_of(own))
+        assert bool(cache.skip_encoder()) == is_known
+        forward = {**own, **read, CACHE_ARGUMENT: cache, "decoder_input_ids": START[:1]}
+        if any(read is x for x in reads):
+            with pytest.raises((ArgumentError, StateError), match=r"must be (among|what the cache has)"):
+                model(**forward)
+            with pytest.raises(ArgumentError, match="attention_mask must be among"):
+                model(**forward | outputs | {"attention_mask": no_mask} | cache.skip_encoder())
+        else:
+            model(**forward)
+        assert cache.get_seq_length() == (0 if any(read is x for x in reads) else 1)
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [
+        ("M2M100ForConditionalGeneration", True),  # counts positions without it
+        ("T5GemmaForConditionalGeneration", True),  # hides it
+        ("BartForConditionalGeneration", False),
+    ],
+)
+def test_padding_in_a_prompt_is_read_as_without_a_pool(name: str, reads: bool) -> None:
+    if name not in NAMES:
+        pytest.skip("this version of transformers does not have the family")
+    model, given, padded = family(name), inputs(name), torch.tensor([[1, 0, 7, 8, 9, 5], [1, 5, 0, 6, 8, 9]])
+    pool = pool_of(model)
+    with torch.no_grad():
+        expected = model(**given, decoder_input_ids=padded).logits[:, -1]
+        for found in (0, 0 if reads else 4):
+            cache: Any = pool.begin(padded, content=pool.content_of(given))
+            assert cache.get_seq_length() == found
+            logits = model(**given, **{CACHE_ARGUMENT: cache}, decoder_input_ids=padded).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+            pool.commit(cache)
+    assert found_tokens(pool, given, padded) == (0 if reads else 20)
+    assert cache.get_seq_length() == 6

@@ -83,7 +83,7 @@ class EncoderInput:
         is_last = self._last is not None and self._last[0]() is given and self._last[1] == version_of(given)
         if is_last and name in self._of_rows:
             return
-        found = _numbers(given)
+        found = numbers_of(given)
         if is_new:
             self._of_rows = {name: found}
         else:
@@ -97,8 +97,8 @@ class EncoderInput:
         self._last = ref(given), version_of(given)
 
 
-def _numbers(x: Tensor) -> Tensor:
-    """``[B, 2]`` float64 of ``[B, ...]``, on the CPU."""
+def numbers_of(x: Tensor) -> Tensor:
+    """Two numbers of each row of ``[B, ...]``: ``[B, 2]`` float64, on the CPU."""
     x = x.detach().flatten(1)
     generator = torch.Generator(x.device).manual_seed(0)
     signs = torch.rand(x.shape[1], dtype=torch.float64, device=x.device, generator=generator) - 0.5

@@ -5,6 +5,8 @@ any text wrongly, with transformers' own caches, too. So each model is tried fir
 """
 
 import math
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -119,6 +121,40 @@ def _reads_encoder_again(model: Any) -> bool:
         except StateError:
             return True
     return False
+
+
+def reads_padding_in_pieces(model: Any, rows: Sequence[Sequence[int]]) -> bool:
+    """Whether a decoder computes rows with padding tokens in two pieces differently than as a whole.
+
+    Some count positions without padding, and others hide it, in each forward for itself.
+    """
+    given = _padding_of(model).intersection(chain.from_iterable(rows))
+    return bool(given) and bool(given & once_per_state(model, _padding_read_in_pieces))
+
+
+def _padding_read_in_pieces(model: Any) -> set[int]:
+    return {x for x in _padding_of(model) if _is_read_in_pieces(model, x)}
+
+
+def _padding_of(model: Any) -> set[int]:
+    """Padding tokens of a model and of its decoder."""
+    configs = (model.config, text_config_of(model))
+    return {x for config in configs if (x := getattr(config, "pad_token_id", None)) is not None}
+
+
+def _is_read_in_pieces(model: Any, token: int) -> bool:
+    tokens, given, name = _tokens(model, _ENCODED), random_outputs(model, _ENCODED), f"{PREFIX}input_ids"
+    tokens[:, 1] = token
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with undisturbed(model), _in_own_dtype(model):
+        expected = model(**{name: tokens}, use_cache=False, **given)[0]
+        try:
+            own = {"use_cache": True, **as_argument(model, cache)}
+            found = [model(**{name: x}, **own, **given)[0] for x in tokens.split(_ENCODED // 2, dim=1)]
+        except Exception:  # whatever a model raises that takes one token at a time
+            return True
+    differs, allowed = _distance(model, found[1].float(), expected[:, _ENCODED // 2 :].float(), 2)
+    return not differs <= allowed
 
 
 def record_past(model: Any, cache: StatefulCache, num_tokens: int) -> None:

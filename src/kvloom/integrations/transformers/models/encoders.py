@@ -22,7 +22,10 @@ INPUTS: Final = (
 PREFIX: Final = "decoder_"
 """What names of a decoder's arguments begin with in its model's forward."""
 _OF_BOTH: Final = frozenset({"cache_position", "use_cache", *CACHE_ARGUMENTS})
-_CONTENT: Final = re.compile(r"[\w,]+ [0-9a-f]{64}")
+MASK: Final = "attention_mask"
+"""The mask of what an encoder reads."""
+_CONTENT: Final = re.compile(r"[\w,]+ [0-9a-f]{64}( [0-9a-f]{64})?")
+"""Names, a digest of their values without the mask, and one of the mask if it is among them."""
 
 
 def content_of_rows(inputs: Mapping[str, Any], placeholders: Mapping[int, str]) -> list[str]:
@@ -54,19 +57,27 @@ def content_of_rows(inputs: Mapping[str, Any], placeholders: Mapping[int, str]) 
 
 
 def _content_of(row: Mapping[str, Any]) -> str:
-    named = {name: x for name, x in row.items() if not (name == "attention_mask" and _hides_nothing(x))}
+    named = {name: x for name, x in row.items() if not (name == MASK and _hides_nothing(x))}
     digest = hashlib.sha256(b"kvloom encoder\0")
-    for name in sorted(named):
+    for name in sorted(named.keys() - {MASK}):
         digest.update(f"{len(name)} {name} ".encode())
         for part in bytes_of(name, named[name]):
             digest.update(part)
-    return f"{','.join(sorted(named))} {digest.hexdigest()}"
+    mask = f" {_digest_of_mask(named[MASK])}" if MASK in named else ""
+    return f"{','.join(sorted(named))} {digest.hexdigest()}{mask}"
+
+
+def _digest_of_mask(mask: Any) -> str:
+    """Digest of a row's mask, whatever the dtype of its zeros and ones is."""
+    is_plain = isinstance(mask, Tensor) and mask.ndim == 2
+    return hashlib.sha256(b"".join(bytes_of(MASK, mask.bool() if is_plain else mask))).hexdigest()
 
 
 def _row_of(x: Any, row: int, rows: int) -> Any:
     """One row of what is given for all."""
     if hasattr(x, "__array__"):
         x = torch.as_tensor(x)
+        x = x if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool else x.long()
         return x[row : row + 1] if x.ndim and len(x) == rows else x
     if isinstance(x, Mapping):
         return {name: _row_of(own, row, rows) for name, own in x.items() if not is_no_input(own)}
@@ -93,18 +104,54 @@ def expect_contents(content: object, rows: int) -> list[str]:
     return [*contents] * (rows if len(contents) == 1 else 1)
 
 
+def contents_of_given(inputs: Mapping[str, Any], rows: int) -> list[str]:
+    """What an encoder reads in each row of a forward; empty where that is not known."""
+    try:
+        contents = content_of_rows(inputs, {})
+    except ArgumentError:
+        return [""] * rows
+    return contents if len(contents) == rows else [""] * rows
+
+
+def are_others(given: Sequence[str], contents: Sequence[str]) -> bool:
+    """Whether what an encoder reads in a row is known, of the same names as contents say, and other values.
+
+    Audio may come without its mask, which some encoders do not read; tokens may not.
+    """
+    for one, said in zip(given, contents, strict=False):  # none are given where they are not known
+        names, own = ({*x.partition(" ")[0].split(",")} for x in (one, said))
+        if one != said and (names == own or ("input_ids" in names and names ^ own == {MASK})):
+            return True
+    return False
+
+
+def main_input(inputs: Mapping[str, Any]) -> str:
+    """Name of the input of a forward that says most of what the encoder reads; empty without any."""
+    return next((name for name in INPUTS if inputs.get(name) is not None), "")
+
+
 def undeclared(inputs: Mapping[str, Any], contents: Sequence[str]) -> Iterator[str]:
     """Names of inputs of a forward that an encoder reads, and of which contents of rows do not say so."""
     rows = [content.partition(" ")[0].split(",") for content in contents]
     for name, x in inputs.items():
         if _is_of_decoder(name) or has_no_effect(name) or is_no_input(x) or name == "encoder_outputs":
             continue
-        if name == "attention_mask" and isinstance(x, Tensor) and len(x) == len(rows):
-            without = [row for row, names in enumerate(rows) if name not in names]
-            if not without or _hides_nothing(x[without]):
-                continue
-        if not all(name in names for names in rows):
+        is_mask = name == MASK and isinstance(x, Tensor) and len(x) == len(rows)  # see has_other_mask
+        if not is_mask and not all(name in names for names in rows):
             yield name
+
+
+def has_other_mask(mask: Any, contents: Sequence[str]) -> bool:
+    """Whether the mask of a forward, which a decoder reads too, is another than contents of rows say.
+
+    A decoder that needs the mask of features may be told by its encoder, and be given none.
+    """
+    rows = [content.split(" ") for content in contents]
+    if not isinstance(mask, Tensor) or len(mask) != len(rows):
+        return mask is None and any({MASK, "input_ids"} <= {*names.split(",")} for names, *_ in rows)
+    own = [mask[row : row + 1] for row in range(len(rows))]
+    found = [[] if _hides_nothing(x) else [_digest_of_mask(x)] for x in own]
+    return found != [digests for _, _, *digests in rows]
 
 
 def of_decoder(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ Shapes: B rows, R stored rows, N tokens of an encoder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvloom.caches import CacheFormat
 from kvloom.caches.prefixes.group import PrefixGroup
@@ -15,18 +16,30 @@ from kvloom.caches.prefixes.search import Prefixes
 from kvloom.caches.rows.pages import Pages
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.tensor_state import version_of
 from kvloom.integrations.transformers.cache.encoder import EncoderKVCache
 from kvloom.integrations.transformers.cache.encoder_decoder import EncoderDecoderKVCache
 from kvloom.integrations.transformers.cache.encoder_input import EncoderInput
 from kvloom.integrations.transformers.cache.trial import reads_encoder_again
-from kvloom.integrations.transformers.models.encoders import undeclared
+from kvloom.integrations.transformers.models.encoders import (
+    MASK,
+    are_others,
+    contents_of_given,
+    has_other_mask,
+    main_input,
+    undeclared,
+)
 from kvloom.integrations.transformers.models.found_states import EncoderOutputs
+from kvloom.integrations.transformers.pool.encoder_runs import EncoderRuns
 from kvloom.integrations.transformers.pool.model import PoolModel
-from kvloom.integrations.transformers.pool.origin import UNSEEN, PoolCache
+from kvloom.integrations.transformers.pool.origin import IN_TRAINING, UNSEEN, PoolCache
 from kvloom.paging import PageTable, uninterrupted, whole
 
 _MOST: Final = 4096
 """Number of last inputs of encoders that are known."""
+_OTHER_STATE: Final = (
+    "the encoder ran in another state of the model, in training mode, or where no pool sees it"
+)
 
 
 class EncoderDecoderPoolCache(PoolCache, EncoderDecoderKVCache):
@@ -37,6 +50,7 @@ class EncoderDecoderPoolCache(PoolCache, EncoderDecoderKVCache):
     """
 
     outputs: Sequence[EncoderOutputs] = ()
+    _mask: tuple[ref[Tensor], int, list[str]] | None = None  # the last one that was checked
 
     @property
     def has_encoder(self) -> bool:
@@ -53,21 +67,51 @@ class EncoderDecoderPoolCache(PoolCache, EncoderDecoderKVCache):
         return self.origin is not None and self.origin.is_encoder(module)
 
     def before_forward(self, inputs: Mapping[str, Any]) -> None:
-        """Check that the content of the cache says what the encoder reads, and note what it returned.
+        """Check that the encoder reads the content of the cache, and note what it returned.
 
         Raises:
             ArgumentError: an input is not of the content.
         """
-        origin = self.began
-        if name := next(undeclared(inputs, origin.contents), ""):
+        origin, outputs = self.began, inputs.get("encoder_outputs")
+        contents, runs = origin.contents, cast(EncoderRuns, origin.runs)
+        name = next(undeclared(inputs, contents), "")
+        if not name and not self._is_of_content(inputs.get(MASK)):
+            name = MASK
+        seen = [] if self.has_encoder or outputs is None else runs.of_outputs(outputs)
+        given = [run.content if run else "" for run in seen]
+        if outputs is None:
+            given = contents_of_given(inputs, len(contents))
+        if not name and are_others(given, contents):
+            name = main_input(inputs)
+        if name:
             raise ArgumentError(
                 f"{name} must be among the inputs of pool.content_of(inputs) with which the cache began, got "
-                f"another that the encoder reads"
+                f"another that the encoder reads, or one of another dtype"
             )
-        if not self.has_encoder:
-            self.outputs = EncoderOutputs.of_rows(inputs.get("encoder_outputs"))
-        elif not origin.has_encoder:
-            origin.refusal = UNSEEN
+        if self.has_encoder:
+            if not origin.has_encoder:
+                origin.refusal = UNSEEN
+            return
+        self.outputs = EncoderOutputs.of_rows(outputs)
+        if outputs is not None and not (seen and all(map(runs.is_present, seen))):
+            origin.refusal = _OTHER_STATE
+        elif outputs is None and runs.is_training():
+            origin.refusal = IN_TRAINING
+
+    def _is_of_content(self, mask: Any) -> bool:
+        """Whether the mask of a forward is that of the content; of the same tensor it is asked once."""
+        contents = self.began.contents
+        if isinstance(mask, Tensor) and self._mask is not None:
+            known, version, said = self._mask
+            if known() is mask and version == version_of(mask) and said == contents:
+                return True
+        if has_other_mask(mask, contents):
+            return False
+        self._mask = (ref(mask), version_of(mask), contents) if isinstance(mask, Tensor) else None
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_mask": None}
 
     def skip_encoder(self) -> dict[str, Any]:
         """Arguments of ``generate`` by which the encoder does not run, if its keys and values were found.

@@ -34,6 +34,7 @@ class FedTokens:
         self._parts = [self._asked[:, :end]]
         self._num_merged = 1  # parts that stay as they are
         self.num_rows, self.num_columns = len(asked), end
+        self._is_fed = False
         self.is_known, self.is_chosen = True, False
 
     def __copy__(self) -> "FedTokens":
@@ -47,6 +48,7 @@ class FedTokens:
         num_new = num_columns - self.num_columns
         if num_new <= 0:
             return
+        self._is_fed = True
         if isinstance(input_ids, Tensor) and input_ids.shape == (self.num_rows, num_new):
             self._parts.append(input_ids.detach().clone())
             if len(self._parts) == self._num_merged + _MOST:
@@ -58,11 +60,26 @@ class FedTokens:
         self.num_columns = num_columns
 
     def are_given_again(self, input_ids: Any) -> bool:
-        """Whether the first forward is given all tokens that were asked for, ``[B, T]``, found ones, too."""
-        is_first = 0 < self.num_columns == self._parts[0].shape[1]
-        if not is_first or not isinstance(input_ids, Tensor) or input_ids.shape != self._asked.shape:
+        """Whether the first forward is given all tokens that were asked for, found ones, too.
+
+        More may follow them, as those that an assistant drafted.
+
+        Raises:
+            ArgumentError: it begins neither with the first token nor with the first one that was not found.
+        """
+        if self._is_fed or not self.num_columns or not isinstance(input_ids, Tensor):
             return False
-        return torch.equal(input_ids.to("cpu", torch.int64), self._asked)
+        given, asked = input_ids.to("cpu", torch.int64), self._asked
+        if given.shape[1] >= asked.shape[1] and torch.equal(given[:, : asked.shape[1]], asked):
+            return True
+        rest = asked[:, self.num_columns :]
+        common = min(given.shape[1], rest.shape[1])
+        if not torch.equal(given[:, :common], rest[:, :common]):
+            raise ArgumentError(
+                f"decoder_input_ids must be all tokens with which the cache began, {asked.tolist()}, or "
+                f"those after the {self.num_columns} that were found, and then any, got {given.tolist()}"
+            )
+        return False
 
     def select(self, rows: Sequence[int]) -> None:
         """Replace row i by row ``rows[i]``."""

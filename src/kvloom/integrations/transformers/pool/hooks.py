@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.cache_argument import given_cache
 from kvloom.integrations.transformers.models.encoders import PREFIX
+from kvloom.integrations.transformers.models.signatures import parameters_of
 from kvloom.integrations.transformers.pool.origin import (
     ASSIGNED,
     Origin,
     PoolCache,
     num_tokens_in,
-    parameters_of,
     token_inputs,
 )
 from kvloom.integrations.transformers.states.grid import Grid, joined, piece_of, versions_of, why_uncut
@@ -47,7 +47,7 @@ class _BeforeForward:
                 if origin.depth == 0:
                     origin = _repeat_rows(cache, tokens)
                     cache.before_forward(inputs)
-                    if cache.has_encoder is not None and origin.fed.are_given_again(tokens.get("input_ids")):
+                    if cache.has_encoder is not None and _are_given_again(origin, tokens):
                         last = inputs = _without_found(inputs, past)
                         tokens = token_inputs(module, inputs)
                 cache.expect_in_place()
@@ -112,6 +112,19 @@ def _repeat_rows(cache: PoolCache, inputs: Mapping[str, Any]) -> Origin:
     assert cache.origin is not None  # noqa: S101
     cache.origin.fed.is_chosen = is_chosen
     return cache.origin
+
+
+def _are_given_again(origin: Origin, tokens: Mapping[str, Any]) -> bool:
+    """Whether a decoder is given tokens that were found, too.
+
+    Raises:
+        ArgumentError: it is given no tokens, which it would make of labels, or of those of the encoder; or as
+            ``FedTokens.are_given_again``.
+    """
+    given = tokens.get("input_ids")
+    if given is None and tokens.get("inputs_embeds") is None:
+        raise ArgumentError(f"{PREFIX}input_ids must be given with a cache of a pool, got None")
+    return origin.fed.are_given_again(given)
 
 
 def _without_found(inputs: Mapping[str, Any], past: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention.held import hold_attention, release_attention
 from kvloom.integrations.transformers.cache.pairs import PairGuard
+from kvloom.integrations.transformers.cache.trial import reads_padding_in_pieces
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.invariance import (
     Wish,
@@ -27,6 +28,7 @@ from kvloom.integrations.transformers.models.positions import gives_positions
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.pool.encoder_runs import EncoderRuns
 from kvloom.integrations.transformers.pool.hooks import watch_inputs
 from kvloom.integrations.transformers.pool.origin import Origin
 from kvloom.integrations.transformers.pool.padding import padding_of
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from kvloom.integrations.transformers.pool.identity import Identity
     from kvloom.integrations.transformers.pool.states import PoolStates
 
+_PADDING: Final = "there is a padding token in the prompt, which the model reads otherwise in two pieces"
 _KEPT: Final = 15
 """Number of last states whose fingerprints are kept."""
 
@@ -62,13 +65,19 @@ class PoolModel:
         hold_layers(model, holder, wish)
         if is_in_place:
             hold_attention(model, holder)
-        self.release = finalize(self, _release, model, holder)
         watch_inputs(model)
         self.guard = PairGuard(model)
         self.watch = ModelWatch(model)
+        self._runs = EncoderRuns(self.watch) if model.config.is_encoder_decoder else None
+        hooks = (
+            []
+            if self._runs is None
+            else [model.get_encoder().register_forward_hook(self._runs, with_kwargs=True)]
+        )
+        self.release = finalize(self, _release, model, holder, hooks)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rope = dynamic_rope(model)
-        self.has_encoder = bool(model.config.is_encoder_decoder)
+        self.has_encoder = self._runs is not None
         found = placeholders_of(model.config) | placeholders_of(text_config_of(model))
         self.placeholders, self._of_encoder = ({}, found) if self.has_encoder else (found, {})
         self.memory = memory_of(model)
@@ -112,13 +121,16 @@ class PoolModel:
         if state != self._expected:  # its configuration, or accelerate's hooks, may be others
             expect_use(self.watch.model, "pool")
             self._expected = state
+        refusal = ""
         if self.has_encoder:
             contents = expect_contents(content, len(rows))
+            refusal = _PADDING if reads_padding_in_pieces(self.watch.model, rows) else ""
         else:
             contents = expect_content(self.placeholders, rows, content)
         frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
-        refusal = self._rope.why_alone if self._rope is not None and frequencies is None else ""
-        of_model = self.watch, self._rope, bool(self.placeholders), self.counted, self.has_encoder
+        if self._rope is not None and frequencies is None:
+            refusal = self._rope.why_alone
+        of_model = self.watch, self._rope, bool(self.placeholders), self.counted, self._runs
         own = *of_model, salt, list(contents), state, self._gives_positions, frequencies or "", refusal
         return Origin(*own)
 
@@ -160,6 +172,8 @@ class PoolModel:
         return model_digest(self.watch.model)
 
 
-def _release(model: Any, holder: str) -> None:
+def _release(model: Any, holder: str, hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
     release_layers(model, holder)
     release_attention(model, holder)

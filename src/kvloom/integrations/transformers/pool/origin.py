@@ -1,10 +1,8 @@
 """Origin of the tokens in a pool's cache: the inputs beside tokens that decide who may find their pages."""
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -19,6 +17,8 @@ from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.content import input_beside_tokens, positions_are_default
 from kvloom.integrations.transformers.models.encoders import PREFIX, of_decoder
 from kvloom.integrations.transformers.models.rope import DynamicRope
+from kvloom.integrations.transformers.models.signatures import parameters_of
+from kvloom.integrations.transformers.pool.encoder_runs import EncoderRuns
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.pool.padding import expect_mask_of_padding
 from kvloom.integrations.transformers.states.grid import Grid
@@ -28,6 +28,7 @@ _OF_LIBRARY: Final = "transformers.models."
 """Package of models that do not change themselves while they compute."""
 _CHANGED: Final = "the model changed while they were computed"
 _READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
+IN_TRAINING: Final = "they were computed in training mode"
 UNSEEN: Final = "the model did not compute them, or did so where no pool sees it, as when it is compiled"
 _LOST: Final = "the last picture was removed, by which positions of all tokens of its forward were counted"
 _CHOSEN: Final = "rows were chosen among others, and it is not known which tokens were computed in each"
@@ -45,7 +46,8 @@ class Origin:
         _counted: Placeholders of pictures on which positions of later tokens depend.
 
     Attributes:
-        is_of_encoder: Whether contents are those of an encoder's input, beside which there are only tokens.
+        runs: Runs of the model's encoder, whose inputs are the contents, beside which there are only tokens;
+            ``None`` without an encoder.
         salt: Salt with which the cache began.
         contents: Digest of the content of placeholder tokens in each row; empty for tokens alone.
         state: State of the model when the tokens were found or computed.
@@ -65,7 +67,7 @@ class Origin:
     _rope: DynamicRope | None
     _has_placeholders: bool
     _counted: frozenset[int]
-    is_of_encoder: bool
+    runs: EncoderRuns | None
     salt: str
     contents: list[str]
     state: str
@@ -81,6 +83,11 @@ class Origin:
     def __post_init__(self) -> None:
         self.num_shared = [0] * len(self.contents)
         self.fed = FedTokens(torch.empty(len(self.contents), 0), 0)
+
+    @property
+    def is_of_encoder(self) -> bool:
+        """Whether the model has an encoder."""
+        return self.runs is not None
 
     def scopes(self) -> list[str]:
         """Scope of each row's pages in a pool."""
@@ -162,7 +169,7 @@ class Origin:
         if not is_outermost:
             return
         if module.training:
-            self.refusal = "they were computed in training mode"
+            self.refusal = IN_TRAINING
         if self._rope is not None:
             self._note_frequencies(past <= padding, self._rope.frequencies(end - padding))
 
@@ -364,22 +371,11 @@ class PoolCache(KVCache):
             self.grid.copies, self.grid.versions = copies, None
 
 
-@cache
-def parameters_of(kind: Any) -> dict[str, Any]:
-    """Names and defaults of the arguments of ``forward`` of a class of modules.
-
-    A ``forward`` that passes ``*args`` on has those of its parent.
-    """
-    own = [vars(owner)["forward"] for owner in kind.__mro__ if "forward" in vars(owner)]
-    found = [[*inspect.signature(x).parameters.values()][1:] for x in own]
-    named = (x for x in found if all(y.kind is not y.VAR_POSITIONAL for y in x))
-    return {x.name: x.default for x in next(named, found[0])}
-
-
 def token_inputs(module: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Inputs of a forward beside those of an encoder, by the names that they have in a decoder alone."""
     kind: Any = type(module)
-    return of_decoder(inputs) if f"{PREFIX}input_ids" in parameters_of(kind) else inputs
+    name = f"{PREFIX}input_ids"  # that of a wrapper's forward may be among **kwargs
+    return of_decoder(inputs) if name in inputs or name in parameters_of(kind) else inputs
 
 
 def num_tokens_in(inputs: Mapping[str, Any]) -> int:
