@@ -19,6 +19,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import continuous_batching, report_layers
+from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.session.choices.penalties import CountPenalties, TokenBias
 from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
 from kvloom.integrations.transformers.session.drafts.costs import Costs
@@ -257,6 +258,7 @@ def test_wrong_drafts_are_refused(options: Any, error: Any, match: str) -> None:
         continuous_batching(model_of("Llama", torch.float32), **options)
 
 
+@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="sessions serve no recurrent states before 5.24")
 def test_recurrent_states_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^drafts must be None for .*, whose recurrent states"):
         continuous_batching(family("Falcon-H1"), drafts="lookup")
