@@ -15,7 +15,7 @@ import traces
 
 from kvloom.simulation.trace import BLOCK_TOKENS
 from kvloom.tracing.recording import causes_of, requests_of
-from kvloom.tracing.replay import TextLookup, read_lookups, replay
+from kvloom.tracing.replay import Lookup, read_lookups, replay
 
 CAPACITIES = (1_000_000, 3_000_000, 10_000_000)
 
@@ -30,7 +30,7 @@ def main() -> None:
         lookups, _ = read_lookups(Path(given))
     else:
         made = traces.agents(200 if quick else 4000)
-        lookups = [TextLookup(x.timestamp / 1000, "", x.input_length, x.hash_ids) for x in made]
+        lookups = [Lookup(x.timestamp / 1000, "", x.input_length, x.hash_ids) for x in made]
     rows = []
     for capacity in CAPACITIES[:1] if quick else CAPACITIES:
         start = time.perf_counter()

@@ -166,9 +166,14 @@ def test_no_tuple_gives_an_empty_cache() -> None:
     ("change", "error", "message"),
     [
         (
-            lambda p: [(k, v, k, v) for k, v in p],
+            lambda p: [(k, v, k) for k, v in p],
             ArgumentError,
             r"past_key_values\[0\] must be a key and a value",
+        ),
+        (
+            lambda p: [(k, v, k, v) for k, v in p],
+            ArgumentError,
+            "model must be given, and attend to an encoder, for keys of an encoder, got LlamaForCausalLM",
         ),
         (
             lambda p: [(k[0], v[0]) for k, v in p],
