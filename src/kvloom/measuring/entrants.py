@@ -126,8 +126,8 @@ class Entrant:
             arguments["logits_to_keep"] = 1  # logits of a long prompt take gigabytes
         try:
             logits = torch.cat([self._model(**{name: x}, **arguments).logits for x in pieces], dim=1)
-        except (AssertionError, NotImplementedError) as error:
-            if isinstance(error, KVError):
+        except (AssertionError, NotImplementedError) as error:  # a family's own refusal, as ProphetNet's
+            if isinstance(error, KVError):  # some are of these classes, too
                 raise
             raise UnsupportedError(
                 f"model must read {pieces[0].shape[1]} tokens in one forward, as chunk or after says, got "

@@ -6,14 +6,13 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvloom.integrations.transformers.models.cache_argument import as_argument
+from kvloom.integrations.transformers.models.encoders import encoder_width
 from kvloom.integrations.transformers.models.positions import encoder_positions_of
 
 
 def run_decoder(model: Any, cache: Any) -> None:
     """Let a model on the meta device read one token, beside one token of its encoder, which is not run."""
-    config = _encoder_config(model)
-    width = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
-    encoded = BaseModelOutput(last_hidden_state=torch.empty(1, 1, width, dtype=model.dtype))
+    encoded = BaseModelOutput(last_hidden_state=torch.empty(1, 1, encoder_width(model), dtype=model.dtype))
     encoded.attention_mask = None  # which those of audio have
     given = {"encoder_outputs": encoded, "use_cache": True, **as_argument(model, cache)}
     try:
@@ -37,14 +36,11 @@ def encoder_positions(model: Any) -> int | None:
     That is for the longest audio, a picture of the configured size, or the longest document; ``None`` if no
     configuration says it.
     """
-    config, encoder = _encoder_config(model), model.get_encoder()
+    encoder = model.get_encoder()
+    config = getattr(encoder, "config", model.config)
     size = getattr(config, "image_size", None)
     if getattr(encoder, "main_input_name", "") != "pixel_values" or size is None:
         return encoder_positions_of(model)
     sides = (size, size) if isinstance(size, int) else tuple(size)
     states = encoder(torch.empty(1, config.num_channels, *sides, dtype=model.dtype))[0]
     return int(states.shape[1])
-
-
-def _encoder_config(model: Any) -> Any:
-    return getattr(model.get_encoder(), "config", model.config)

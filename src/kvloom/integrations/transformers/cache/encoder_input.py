@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvloom.errors import StateError
 from kvloom.integrations.tensor_state import version_of
-from kvloom.integrations.transformers.models.encoders import INPUTS
+from kvloom.integrations.transformers.models.encoders import main_input
 from kvloom.integrations.transformers.models.found_states import FoundStates
 
 _CLOSE: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -67,8 +67,8 @@ class EncoderInput:
         Raises:
             StateError: it is another input.
         """
-        name = next((x for x in INPUTS if inputs.get(x) is not None), None)
-        if name is None or torch.compiler.is_compiling():
+        name = main_input(inputs)
+        if not name or torch.compiler.is_compiling():
             return
         given = inputs[name][0] if name == "encoder_outputs" else inputs[name]
         if isinstance(given, FoundStates):

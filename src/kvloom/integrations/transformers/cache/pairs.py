@@ -41,9 +41,13 @@ class _ExpectPair:
     """Forward pre-hook that refuses such caches; an object of this library counts as no change."""
 
     def __call__(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs if model.config.is_encoder_decoder else {OF_ENCODER: kwargs.get(OF_ENCODER)}
+        given = kwargs
+        if not model.config.is_encoder_decoder:
+            if kwargs.get(OF_ENCODER) is None:
+                return
+            given = {OF_ENCODER: kwargs[OF_ENCODER]}
         for x in (*args, *kwargs.values()):
-            if not hasattr(x, "pair_guard") or (given is not kwargs and given[OF_ENCODER] is None):
+            if not hasattr(x, "pair_guard"):
                 continue
             if isinstance(x, EncoderDecoderCache):
                 encoder: Any = x.cross_attention_cache

@@ -5,13 +5,13 @@ any text wrongly, with transformers' own caches, too. So each model is tried fir
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.build import make_layers
@@ -111,13 +111,13 @@ def reads_encoder_again(model: Any) -> bool:
 
 
 def _reads_encoder_again(model: Any) -> bool:
-    cache, given = EncoderDecoderCache(DynamicCache(), DynamicCache()), random_outputs(model, _ENCODED)
-    step = {f"{PREFIX}input_ids": _tokens(model, 1), "use_cache": True, **as_argument(model, cache)}
+    cache, one = EncoderDecoderCache(DynamicCache(), DynamicCache()), _tokens(model, 1)
+    rows = EncoderOutputs.of_rows(random_outputs(model, _ENCODED)["encoder_outputs"])
+    found = {"encoder_outputs": EncoderOutputs.joined(rows, model.device, cache)}
     with undisturbed(model), _in_own_dtype(model):
-        model(**step, **given)
-        outputs = EncoderOutputs.joined(EncoderOutputs.of_rows(given["encoder_outputs"]), model.device, cache)
+        _logits(model, one, cache)
         try:
-            model(**step, encoder_outputs=outputs)
+            _logits(model, one, cache, found)
         except StateError:
             return True
     return False
@@ -143,14 +143,12 @@ def _padding_of(model: Any) -> set[int]:
 
 
 def _is_read_in_pieces(model: Any, token: int) -> bool:
-    tokens, given, name = _tokens(model, _ENCODED), random_outputs(model, _ENCODED), f"{PREFIX}input_ids"
+    tokens, cache = _tokens(model, _ENCODED), EncoderDecoderCache(DynamicCache(), DynamicCache())
     tokens[:, 1] = token
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with undisturbed(model), _in_own_dtype(model):
-        expected = model(**{name: tokens}, use_cache=False, **given)[0]
+        expected = _logits(model, tokens, None)
         try:
-            own = {"use_cache": True, **as_argument(model, cache)}
-            found = [model(**{name: x}, **own, **given)[0] for x in tokens.split(_ENCODED // 2, dim=1)]
+            found = [_logits(model, x, cache) for x in tokens.split(_ENCODED // 2, dim=1)]
         except Exception:  # whatever a model raises that takes one token at a time
             return True
     differs, allowed = _distance(model, found[1].float(), expected[:, _ENCODED // 2 :].float(), 2)
@@ -227,12 +225,18 @@ def _distance(model: Any, found: Tensor, expected: Tensor, num_layers: int) -> t
     return differs, _EPSILONS.get(model.dtype, _OF_HALVES) * eps * num_layers**0.5 * scale
 
 
-def _logits(model: Any, tokens: Tensor, cache: StatefulCache | None) -> Tensor:
-    """Logits, or hidden states of a model without a head, of all tokens."""
+def _logits(
+    model: Any, tokens: Tensor, cache: Cache | None, encoded: Mapping[str, Any] | None = None
+) -> Tensor:
+    """Logits, or hidden states of a model without a head, of all tokens.
+
+    A decoder beside an encoder is given ``encoded``, the encoder's outputs; ``None`` for random ones.
+    """
     given = {} if cache is None else as_argument(model, cache)
     name = "input_ids"
     if model.config.is_encoder_decoder:
-        name, given = f"{PREFIX}{name}", given | random_outputs(model, _ENCODED)
+        name = f"{PREFIX}{name}"
+        given |= random_outputs(model, _ENCODED) if encoded is None else encoded
     output = model(**{name: tokens}, use_cache=cache is not None, **given)
     found: Tensor = output[0]
     return found

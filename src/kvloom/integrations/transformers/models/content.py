@@ -46,10 +46,8 @@ def content_of(inputs: Mapping[str, Any]) -> str:
     """
     if not isinstance(inputs, Mapping):
         raise ArgumentError(f"inputs must be a mapping of names to values, got {type(inputs).__name__}")
-    digest = hashlib.sha256(b"kvloom content\0")
-    is_empty = True
-    for name in sorted(inputs):
-        value = inputs[name]
+    named = dict[str, Any]()
+    for name, value in inputs.items():
         if name in ("input_ids", "cache_position") or name in CACHE_ARGUMENTS or is_no_input(value):
             continue
         is_mask = name == "attention_mask" and isinstance(value, Tensor)
@@ -57,11 +55,22 @@ def content_of(inputs: Mapping[str, Any]) -> str:
             continue
         if name in _TYPES and isinstance(value, Tensor) and not bool(value.any()):
             continue
-        is_empty = False
+        named[name] = value
+    return digest_of(b"kvloom content", named) if named else ""
+
+
+def digest_of(purpose: bytes, named: Mapping[str, Any]) -> str:
+    """64 hexadecimal digits for values by their names, in any order.
+
+    Raises:
+        ArgumentError: as ``content_of``.
+    """
+    digest = hashlib.sha256(purpose + b"\0")
+    for name in sorted(named):
         digest.update(f"{len(name)} {name} ".encode())
-        for part in bytes_of(name, value):
+        for part in bytes_of(name, named[name]):
             digest.update(part)
-    return "" if is_empty else digest.hexdigest()
+    return digest.hexdigest()
 
 
 def bytes_of(name: str, value: Any) -> Iterator[bytes]:

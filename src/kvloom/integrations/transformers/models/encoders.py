@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENTS, OF_ENCODER
-from kvloom.integrations.transformers.models.content import bytes_of, has_no_effect, is_no_input
+from kvloom.integrations.transformers.models.content import bytes_of, digest_of, has_no_effect, is_no_input
 from kvloom.integrations.transformers.models.text_config import text_config_of
 
 INPUTS: Final = (
@@ -44,10 +44,10 @@ def content_of_rows(inputs: Mapping[str, Any], placeholders: Mapping[int, str]) 
         raise ArgumentError(f"inputs must be a mapping of names to values, got {type(inputs).__name__}")
     read = {name: x for name, x in inputs.items() if not _is_of_decoder(name) and not is_no_input(x)}
     read = {name: x for name, x in read.items() if not has_no_effect(name)}
-    main = next((read[name] for name in INPUTS if name in read), None)
+    main = read.get(main_input(read))
     if main is None:
         raise ArgumentError(f"inputs must have one of {', '.join(INPUTS)}, got {', '.join(inputs) or 'none'}")
-    if {*read} <= {"input_ids", "attention_mask"}:
+    if {*read} <= {"input_ids", MASK}:
         for token in placeholders.keys() & {*torch.as_tensor(main).flatten().tolist()}:
             raise ArgumentError(
                 f"inputs must have what token {token}, the {placeholders[token]}, stands for, got none"
@@ -58,13 +58,9 @@ def content_of_rows(inputs: Mapping[str, Any], placeholders: Mapping[int, str]) 
 
 def _content_of(row: Mapping[str, Any]) -> str:
     named = {name: x for name, x in row.items() if not (name == MASK and _hides_nothing(x))}
-    digest = hashlib.sha256(b"kvloom encoder\0")
-    for name in sorted(named.keys() - {MASK}):
-        digest.update(f"{len(name)} {name} ".encode())
-        for part in bytes_of(name, named[name]):
-            digest.update(part)
+    digest = digest_of(b"kvloom encoder", {name: x for name, x in named.items() if name != MASK})
     mask = f" {_digest_of_mask(named[MASK])}" if MASK in named else ""
-    return f"{','.join(sorted(named))} {digest.hexdigest()}{mask}"
+    return f"{','.join(sorted(named))} {digest}{mask}"
 
 
 def _digest_of_mask(mask: Any) -> str:
@@ -126,7 +122,7 @@ def are_others(given: Sequence[str], contents: Sequence[str]) -> bool:
 
 
 def main_input(inputs: Mapping[str, Any]) -> str:
-    """Name of the input of a forward that says most of what the encoder reads; empty without any."""
+    """Name of the first of ``INPUTS`` that a forward is given; empty without any."""
     return next((name for name in INPUTS if inputs.get(name) is not None), "")
 
 
@@ -174,11 +170,16 @@ class _Outputs(BaseModelOutput):  # type: ignore[misc]
     attention_mask = router_logits = None
 
 
+def encoder_width(model: Any) -> int:
+    """Elements of a hidden state that the encoder of a model returns."""
+    own = getattr(model.get_encoder(), "config", model.config)
+    configs = (own, own.get_text_config(), model.config, text_config_of(model))
+    return next(int(x) for x in (getattr(config, "hidden_size", None) for config in configs) if x)
+
+
 def random_outputs(model: Any, num_tokens: int) -> dict[str, Any]:
     """Argument ``encoder_outputs`` of ``num_tokens`` random states, for a trial of the decoder."""
-    encoder = getattr(model.get_encoder(), "config", None)
-    configs = (encoder, model.config, text_config_of(model))
-    width = next(x for x in (getattr(config, "hidden_size", None) for config in configs) if x)
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, num_tokens, width, generator=generator).to(model.device, model.dtype)
+    states = torch.randn(1, num_tokens, encoder_width(model), generator=generator)
+    states = states.to(model.device, model.dtype)
     return {"encoder_outputs": _Outputs(last_hidden_state=states)}

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvloom.core.newest import keep_newest
 from kvloom.integrations.transformers.cache.encoder_input import numbers_of
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.encoders import contents_of_given
@@ -51,10 +52,7 @@ class EncoderRuns:
         contents = contents_of_given(inputs, len(keys))
         state = None if self.is_training() else self._watch.quick_state()
         for key, content in zip(keys, contents, strict=True):
-            self._known.pop(key, None)
-            self._known[key] = EncoderRun(content, state)
-        while len(self._known) > _MOST:
-            del self._known[next(iter(self._known))]
+            keep_newest(self._known, key, EncoderRun(content, state), _MOST)
 
     def of_outputs(self, outputs: Any) -> list[EncoderRun | None]:
         """The run that returned each row of ``encoder_outputs``; ``None`` if none did that was seen."""

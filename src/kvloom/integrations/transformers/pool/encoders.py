@@ -15,6 +15,7 @@ from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.caches.prefixes.search import Prefixes
 from kvloom.caches.rows.pages import Pages
 from kvloom.core.checks import expect_range
+from kvloom.core.newest import keep_newest
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.tensor_state import version_of
 from kvloom.integrations.transformers.cache.encoder import EncoderKVCache
@@ -221,13 +222,11 @@ class PoolEncoders:
         ]
         sequences.commit(tree, [self._ids(num_tokens)] * len(places), places)
         for row, (scope, stored) in enumerate(zip(scopes, sources.rows, strict=True)):
-            outputs, known = cache.outputs[row] if cache.outputs else None, self._known.pop(scope, None)
+            outputs, known = cache.outputs[row] if cache.outputs else None, self._known.get(scope)
             if known is None or (known.where, known.num_tokens) != (places[stored], num_tokens):
                 dtype = encoder.layers[0].dtype
                 known = _Known(places[stored], num_tokens, dtype, encoder.input.row(row), outputs)
-            self._known[scope] = known._replace(outputs=known.outputs or outputs)
-        while len(self._known) > _MOST:
-            del self._known[next(iter(self._known))]
+            keep_newest(self._known, scope, known._replace(outputs=known.outputs or outputs), _MOST)
 
     def saved(self, rename: Callable[[str], str | None] | None) -> tuple[Any, ...]:
         """State for saving; arguments are those of ``Prefixes.saved``."""

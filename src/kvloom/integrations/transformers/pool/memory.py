@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
+from kvloom.core.newest import keep_newest
 from kvloom.integrations.transformers.models.remembered import Memory, Remembered, Values, is_offset, rows_of
 from kvloom.integrations.transformers.pool.origin import Origin
 
@@ -88,10 +89,7 @@ class PoolMemory:
             if where := self._where(tokens, content):
                 own = tuple(None if x is None else rows_of(x, len(rows))[i : i + 1].clone() for x in values)
                 key = self._key(tokens[: where[-1] + 1], scope, begin)
-                self._known.pop(key, None)
-                self._known[key] = own
-        while len(self._known) > _MOST:
-            del self._known[next(iter(self._known))]
+                keep_newest(self._known, key, own, _MOST)
 
     def renamed(self, rename: Callable[[str], str | None] | None) -> "PoolMemory":
         """The same with other scopes, unless ``None``; a result of ``None`` omits what is known in one."""

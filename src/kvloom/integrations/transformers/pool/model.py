@@ -69,12 +69,10 @@ class PoolModel:
         self.guard = PairGuard(model)
         self.watch = ModelWatch(model)
         self._runs = EncoderRuns(self.watch) if model.config.is_encoder_decoder else None
-        hooks = (
-            []
-            if self._runs is None
-            else [model.get_encoder().register_forward_hook(self._runs, with_kwargs=True)]
-        )
-        self.release = finalize(self, _release, model, holder, hooks)
+        hook = None
+        if self._runs is not None:
+            hook = model.get_encoder().register_forward_hook(self._runs, with_kwargs=True)
+        self.release = finalize(self, _release, model, holder, hook)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rope = dynamic_rope(model)
         self.has_encoder = self._runs is not None
@@ -172,8 +170,8 @@ class PoolModel:
         return model_digest(self.watch.model)
 
 
-def _release(model: Any, holder: str, hooks: Sequence[Any]) -> None:
-    for hook in hooks:
+def _release(model: Any, holder: str, hook: Any) -> None:
+    if hook is not None:
         hook.remove()
     release_layers(model, holder)
     release_attention(model, holder)

@@ -5,9 +5,12 @@ Shapes: N tokens of the text.
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
+from torch import Tensor
+
+_Ids = TypeVar("_Ids", int, Tensor)
 
 SHORTEST: Final = 3
 """Least number of last tokens that must have come before."""
@@ -92,9 +95,8 @@ class TextLookup:
         return drafted
 
     def _bucket(self, end: int) -> int:
-        text, (a, b, c) = self._text, _FACTORS
-        key = text[end] * a + text[end - 1] * b + text[end - 2] * c
-        return (key ^ key >> 17) & len(self._newest) - 1
+        text = self._text
+        return _hashed(text[end], text[end - 1], text[end - 2]) & len(self._newest) - 1
 
     def _make(self) -> None:
         """Make the index for twice the tokens of the text."""
@@ -102,11 +104,18 @@ class TextLookup:
         self._newest = array("i", [-1]) * (1 << size.bit_length())
         self._before = array("i", [-1]) * size
         before, newest = (torch.frombuffer(x, dtype=torch.int32) for x in (self._before, self._newest))
-        text, (a, b, c) = torch.frombuffer(self._text, dtype=torch.int32).long(), _FACTORS
-        key = text[2:] * a + text[1:-1] * b + text[:-2] * c
-        buckets, order = ((key ^ key >> 17) & len(newest) - 1).sort(stable=True)
+        text = torch.frombuffer(self._text, dtype=torch.int32).long()
+        hashed = _hashed(text[2:], text[1:-1], text[:-2])
+        buckets, order = (hashed & len(newest) - 1).sort(stable=True)
         places = (order + SHORTEST - 1).int()
         is_same = buckets[1:] == buckets[:-1]
         before[places[1:][is_same].long()] = places[:-1][is_same]
         is_last = torch.cat([~is_same, is_same.new_ones(1)])
         newest[buckets[is_last]] = places[is_last]
+
+
+def _hashed(newest: _Ids, before: _Ids, first: _Ids) -> _Ids:
+    """Hash of three tokens that follow one another, or of as many as tensors have."""
+    a, b, c = _FACTORS
+    key = newest * a + before * b + first * c
+    return key ^ key >> 17

@@ -12,7 +12,7 @@ vocabulary.
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,11 +58,12 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
 
     note_time: Callable[[int, float], None] | None = None
     _drafted: Sequence[DraftedRequest] = ()
+    _behind: Sequence[int] = ()  # indices of drafted tokens among those of the step
     _kept: "_KeepingModel | None" = None
 
     def prepare_next_batch(self) -> bool:
         """Prepare as transformers does; the first token of each request is chosen before its draft."""
-        self._drafted, self._kept = (), None
+        self._drafted, self._behind = (), []
         is_ready: bool = super().prepare_next_batch()
         if is_ready:
             step = self.inputs_and_outputs
@@ -78,13 +79,14 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
                         behind += range(ends[i] + 1, ends[i] + 1 + len(x.draft))
                         x.state.position_offset -= len(x.draft)
                 indices.copy_(torch.tensor(ends))
-                self._kept = _KeepingModel(behind)
+                self._behind = behind
         return is_ready
 
     def _generation_step(self, model: Any) -> None:
         """Compute a step as transformers does, and keep the logits after drafted tokens."""
         began = perf_counter()
-        super()._generation_step(model if self._kept is None else self._kept.around(model))
+        self._kept = _KeepingModel(model, self._behind) if self._behind else None
+        super()._generation_step(model if self._kept is None else self._kept)
         requests = self.inputs_and_outputs.requests_in_batch
         if self.note_time is not None and all(x.state.generated_tokens for x in requests):
             self.note_time(sum(x.query_length for x in requests), perf_counter() - began)
@@ -103,7 +105,7 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
                     counts.num_drafted += len(x.draft)
                     counts.num_accepted += x.num_accepted
             self.cache.requests.take_back(x.state.request_id, x.state.current_len())
-        self._drafted, self._kept = (), None
+        self._drafted, self._behind, self._kept = (), [], None
 
     @torch.no_grad()
     def _choose(self, accepted: Sequence[DraftedRequest]) -> None:
@@ -133,6 +135,7 @@ class _KeepingModel:
     """Wrapper of the model in one step, which keeps the logits after drafted tokens for later.
 
     Args:
+        model: The model.
         behind: Indices of the drafted tokens among those of the step.
 
     Attributes:
@@ -141,13 +144,8 @@ class _KeepingModel:
 
     logits: Tensor
 
-    def __init__(self, behind: Sequence[int]) -> None:
-        self._behind, self._model = behind, cast(Any, None)
-
-    def around(self, model: Any) -> "_KeepingModel":
-        """This wrapper, around a model."""
-        self._model = model
-        return self
+    def __init__(self, model: Any, behind: Sequence[int]) -> None:
+        self._model, self._behind = model, behind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
