@@ -52,7 +52,9 @@ def test_a_draft_is_what_a_search_finds(num_ids: int) -> None:
             text += new
             most = draw.randrange(12)
             for one in (lookup, TextLookup(text)):
-                assert len(one) == len(text) and one.draft(most) == searched(one, text, most)
+                draft = one.draft(most)
+                assert len(one) == len(text)
+                assert ([] if one.is_resumed else draft) == searched(one, text, most)
 
 
 def test_the_longest_match_wins_over_the_newest() -> None:
@@ -68,6 +70,31 @@ def test_a_repetition_goes_on() -> None:
 @pytest.mark.parametrize("text", [[], [1], [1, 2, 3], [1, 1, 1], [1, 2, 3, 4], [*range(500)]], ids=len)
 def test_a_text_that_repeats_nothing_has_no_draft(text: list[int]) -> None:
     assert TextLookup(text).draft(4) == []
+
+
+COPIED = [*range(100, 160)]
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        ([[103, 1]], [[105, 106]]),  # one token for another
+        ([[103, 1], [2], [3]], [[105, 106], [106, 107], [107, 108]]),  # three for three
+        ([[103, 1], [2], [3], [4]], [[105, 106], [106, 107], [107, 108], []]),  # it is lost
+        ([[103, 1], [104]], [[105, 106], [105, 106]]),  # one more
+        ([[103, 1], [2], [104]], [[105, 106], [106, 107], [105, 106]]),  # two more
+        ([[103, 106]], [[105, 106]]),  # two less, which nothing tells at once
+        ([[103, 106], [107]], [[105, 106], [108, 109]]),
+        ([[103, 1, 105, 106, 107]], [[108, 109]]),  # found again
+    ],
+)
+def test_a_copy_goes_on_behind_an_edit(new: list[list[int]], expected: list[list[int]]) -> None:
+    lookup = TextLookup([*COPIED, 100, 101, 102])
+    assert lookup.draft(2) == [103, 104] and not lookup.is_resumed
+    for tokens, draft in zip(new, expected, strict=True):
+        lookup.extend(tokens)
+        assert lookup.draft(2) == draft
+        assert lookup.is_resumed is (len(tokens) < 5)
 
 
 def test_large_ids_are_told_apart() -> None:

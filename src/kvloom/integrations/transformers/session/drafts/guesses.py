@@ -41,7 +41,7 @@ class Guesses:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._lookup, self._num_prompt = TextLookup(prompt), len(prompt)
-        self._of_lookup, self._of_forced = _Judged(), _Judged()
+        self._of_lookup, self._of_resumed, self._of_forced = _Judged(), _Judged(), _Judged()
         self._newest: list[int] = []
         self._kind = self._of_lookup
 
@@ -64,6 +64,8 @@ class Guesses:
             compared = min(len(new), len(self._newest))
             right = next((i for i in range(compared) if new[i] != self._newest[i]), compared)
             self._kind.note(right, min(right + 1, compared))
-        self._kind = self._of_forced if forced else self._of_lookup
-        self._newest = [*forced[:most]] or self._lookup.draft(most)
+        self._newest, self._kind = [*forced[:most]], self._of_forced
+        if not forced:
+            self._newest = self._lookup.draft(most)
+            self._kind = self._of_resumed if self._lookup.is_resumed else self._of_lookup
         return self._newest

@@ -18,6 +18,8 @@ LONGEST: Final = 64
 """Largest number of last tokens that are compared."""
 CANDIDATES: Final = 16
 """Largest number of earlier places that are compared, the newest first."""
+NEAR: Final = 8
+"""Number of tokens before and behind the last place among which the text may go on after an edit."""
 
 _FACTORS: Final = 0x2545F491, 0x1B873593, 0x19D699A5
 """Factors of the newest token and of those before it; sums of products with ids of 31 bits fit into int64."""
@@ -31,11 +33,16 @@ class TextLookup:
 
     Args:
         tokens: First tokens of the text, ids from 0 to 2^31 - 1.
+
+    Attributes:
+        is_resumed: Whether the newest draft goes on behind an edit, whose tokens did not come before.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._text, self._before = array("i"), array("i")
         self._newest = array("i", [-1]) * 64  # last place of each bucket; a power of two
+        self.is_resumed = False
+        self._distance = self._num_resumed = 0  # of the place of the newest draft; resumed drafts in a row
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -65,7 +72,8 @@ class TextLookup:
         """Tokens that followed where the last tokens came before; empty if they never did.
 
         Of the newest 16 places in the bucket of the last 3 tokens, that with the longest match is taken, of
-        two alike the newer. A match that reaches the end of the text repeats itself.
+        two alike the newer. A match that reaches the end of the text repeats itself. Where a text leaves what
+        it copied, the next 3 drafts go on behind the edit.
 
         Args:
             most: Number of tokens of a draft.
@@ -73,6 +81,22 @@ class TextLookup:
         text, size = self._text, len(self._text)
         if size <= SHORTEST or most <= 0:
             return []
+        found = self._match()
+        self.is_resumed = found < 0
+        self._num_resumed = self._num_resumed + 1 if self.is_resumed else 0
+        if self.is_resumed:
+            found = self._resume()
+        self._distance = period = size - 1 - found if found >= 0 else 0
+        if not period:
+            return []
+        drafted = text[found + 1 : found + 1 + most].tolist()
+        while len(drafted) < most:
+            drafted.append(drafted[-period])
+        return drafted
+
+    def _match(self) -> int:
+        """Place of the last of the tokens that came before, as ``draft`` takes it; -1 if there is none."""
+        text, size = self._text, len(self._text)
         at, length, found = self._before[-1], SHORTEST - 1, -1
         for _ in range(CANDIDATES):
             if at < 0:
@@ -86,13 +110,17 @@ class TextLookup:
                 if length == LONGEST:
                     break
             at = self._before[at]
-        if found < 0:
-            return []
-        drafted = text[found + 1 : found + 1 + most].tolist()
-        period = size - 1 - found
-        while len(drafted) < most:
-            drafted.append(drafted[-period])
-        return drafted
+        return found
+
+    def _resume(self) -> int:
+        """Place of the last token if tokens were replaced, or else inserted or left out; -1 if it is lost."""
+        if not self._distance or self._num_resumed > SHORTEST:
+            return -1
+        text, size = self._text, len(self._text)
+        aligned = size - 1 - self._distance  # as many tokens as before were replaced
+        near = range(max(aligned - NEAR, 0), min(aligned + NEAR, size - 2) + 1)
+        alike = (x for x in near if self._num_resumed > 1 and text[x] == text[-1])
+        return min(alike, key=lambda x: abs(x - aligned), default=aligned)
 
     def _bucket(self, end: int) -> int:
         text = self._text
