@@ -7,7 +7,11 @@ import re
 import urllib.request
 from typing import Any
 
+import openai
+import pytest
 from oracles.serving import Served, served
+
+from kvloom.cli import main
 
 CODE = 'def area(width, height):\n    return width * height\n\n\nPAIRS = {"a": 1, "b": 2, "c": 3}\n'
 COPY = CODE * 3 + CODE[:30]
@@ -78,6 +82,27 @@ def test_answers_are_those_without() -> None:
     for name in ("drafted", "accepted"):
         [count] = re.findall(rf'^kvloom_{name}_tokens_total{{model="bundled"}} (.*)$', metrics, re.MULTILINE)
         assert float(count) >= getattr(report, f"tokens_{name}")  # the last stream may still run
+
+
+def test_a_request_may_refuse_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(drafts="lookup") as server:
+        with server.client() as client:
+            asked: dict[str, Any] = {"model": "bundled", "prompt": COPY, "max_tokens": 24}
+            expected = client.completions.create(**asked)
+            report = server.session.report()
+            found = client.completions.create(**asked, extra_body={"drafts": False})
+            assert server.session.report().tokens_drafted == report.tokens_drafted > 0
+            with pytest.raises(openai.BadRequestError, match="drafts must be true or false, got 1"):
+                client.completions.create(**asked, extra_body={"drafts": 1})
+        assert found.choices == expected.choices
+        assert found.usage is not None and found.usage.completion_tokens_details is None
+        url = f"http://127.0.0.1:{server.port}/v1"
+        few = ("--requests", "3", "--clients", "3", "--words", "8", "--new-tokens", "48", "--seed", "1")
+        assert main(["check-answers", "--url", url, *few, "--json"]) == 0
+    check = json.loads(capsys.readouterr().out)
+    assert check["checked"] == 3 and check["accepted"] > 0
+    words = f"with {check['accepted']} drafted tokens, are those of each request alone and without drafts"
+    assert words in check["says"]
 
 
 def test_keys_of_a_schema_are_drafted() -> None:

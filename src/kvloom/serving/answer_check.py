@@ -1,4 +1,4 @@
-"""Check that a server gives a request the same answer among others as alone, bit for bit."""
+"""Check that a server answers a request among others, and with drafts, as alone and without, bit for bit."""
 
 import asyncio
 import secrets
@@ -21,6 +21,7 @@ class Answer:
         tokens: Tokens of the answer, as texts.
         logprobs: Natural logarithms of their probabilities.
         num_found: Number of prompt tokens that the server found in its pages.
+        num_accepted: Number of tokens that the server had drafted.
         text: Text of the answer.
     """
 
@@ -29,6 +30,7 @@ class Answer:
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_found: int = 0
+    num_accepted: int = 0
     text: str = ""
 
     def add(self, chunk: Any) -> None:
@@ -36,6 +38,8 @@ class Answer:
         if chunk.usage is not None:
             details = chunk.usage.prompt_tokens_details
             self.num_found = (details and details.cached_tokens) or 0
+            drafts = chunk.usage.completion_tokens_details
+            self.num_accepted = (drafts and drafts.accepted_prediction_tokens) or 0
         for choice in chunk.choices:
             self.text += choice.text
             if choice.logprobs is not None:
@@ -54,6 +58,7 @@ class AnswerCheck:
         other_logprobs: Number of answers with other log probabilities, including those with other tokens.
         behind_found: Number of answers whose prompts began with a found prefix.
         other_behind_found: Number of these with other log probabilities.
+        accepted: Number of tokens of these answers that had been drafted.
         largest: Largest difference of log probabilities of the same tokens after the same tokens.
     """
 
@@ -63,6 +68,7 @@ class AnswerCheck:
     other_logprobs: int = 0
     behind_found: int = 0
     other_behind_found: int = 0
+    accepted: int = 0
     largest: float = 0.0
 
     def compare(self, company: Answer, alone: Answer) -> None:
@@ -72,6 +78,7 @@ class AnswerCheck:
         differs = (company.tokens, company.logprobs) != (alone.tokens, alone.logprobs)
         self.other_logprobs += differs
         self.behind_found += company.num_found > 0
+        self.accepted += company.num_accepted
         self.other_behind_found += differs and company.num_found > 0
         for a, b, x, y in zip(company.tokens, alone.tokens, company.logprobs, alone.logprobs, strict=False):
             if a != b:
@@ -80,10 +87,12 @@ class AnswerCheck:
 
     def __str__(self) -> str:
         refused = f"; {self.refused} more were refused" if self.refused else ""
+        drafted = f" and with {self.accepted} drafted tokens" if self.accepted else ""
+        without = " and without drafts" if self.accepted else ""
         if not self.other_logprobs:
             return (
-                f"{self.checked} answers, {self.behind_found} of them behind a prefix that was found, are "
-                f"those of each request alone, to the bit{refused}"
+                f"{self.checked} answers, {self.behind_found} of them behind a prefix that was found"
+                f"{drafted}, are those of each request alone{without}, to the bit{refused}"
             )
         return (
             f"of {self.checked} answers {self.other_tokens} have other tokens than alone, "
@@ -102,7 +111,8 @@ async def check_answers(
 ) -> AnswerCheck:
     """Send requests to a server, several at a time, then each answered one again, alone, and compare.
 
-    A request that is alone has a salt of its own, so that it finds no pages of other requests.
+    A request that is alone has a salt of its own, so that it finds no pages of other requests. It forbids
+    drafts where any answer had some.
 
     Args:
         client: Client of the server, without retries.
@@ -127,8 +137,9 @@ async def check_answers(
             observe(len(company))
 
     await asyncio.gather(*(ask_on() for _ in range(num_clients)))
+    without: dict[str, Any] = {"drafts": False} if any(x.num_accepted for x in company) else {}
     for answer in company:
-        alone = {"extra_body": {"cache_salt": secrets.token_hex(8)}}
+        alone = {"extra_body": {"cache_salt": secrets.token_hex(8), **without}}
         check.compare(answer, await _ask(client, model, answer.prompt, new_tokens, **alone))
         observe(len(company) + check.checked)
     return check

@@ -1,4 +1,4 @@
-"""``kvloom check-answers``: whether a server gives a request the same answer among others as alone."""
+"""``kvloom check-answers``: whether a server answers a request among others, and with drafts, as alone."""
 
 import argparse
 import asyncio
@@ -46,7 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=64, metavar="N")
     parser.add_argument("--clients", type=int, default=8, metavar="N", help="requests at a time")
     parser.add_argument("--system", type=int, default=256, metavar="N", help="words with which all begin")
-    parser.add_argument("--words", type=int, default=32, metavar="N", help="of each request after them")
+    parser.add_argument(
+        "--words", type=int, default=32, metavar="N", help="of each request after them, the first half twice"
+    )
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
     parser.add_argument("--seed", type=int, metavar="N", help="of the texts; a new one if not said")
     parser.add_argument("--json", action="store_true", help="print JSON, not a sentence")
@@ -67,7 +69,7 @@ def print_check(args: argparse.Namespace) -> int:
     expect_installed(("openai", "rich"))
     seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     system = _text(args.system, (seed, "system"))
-    prompts = [system + _text(args.words, (seed, number)) for number in range(args.requests)]
+    prompts = [system + _copying(_text(args.words, (seed, number))) for number in range(args.requests)]
     check = asyncio.run(_check(args, url, prompts))
     if args.json:
         sys.stdout.write(json.dumps({"url": url, "seed": seed, **asdict(check), "says": str(check)}) + "\n")
@@ -91,6 +93,11 @@ def _api_url(text: str) -> str:
 def _text(count: int, seed: object) -> str:
     """``count`` random words of about a token each, the same for the same seed."""
     return "".join(f" {word}" for word in random.Random(repr(seed)).choices(_WORDS, k=count))
+
+
+def _copying(text: str) -> str:
+    """A text, and its first half again, so that a model may go on with the rest and drafts may hold."""
+    return text + text[: len(text) // 2].rpartition(" ")[0]
 
 
 async def _first_model(client: "openai.AsyncOpenAI", url: str) -> str:

@@ -29,6 +29,7 @@ SAMPLING_FIELDS: Final = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "drafts",
 )
 
 
@@ -47,6 +48,7 @@ class Sampling:
         min_tokens: Least number of new tokens; before that nothing ends an answer.
         ignore_eos: Whether the model's end tokens do not end an answer.
         stop_token_ids: Further tokens that end an answer.
+        may_draft: Whether steps may draft tokens of the answer, which changes its time alone.
     """
 
     temperature: float
@@ -61,6 +63,7 @@ class Sampling:
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    may_draft: bool
 
     @classmethod
     def of(cls, given: Mapping[str, Any], defaults: Any) -> "Sampling":
@@ -92,6 +95,7 @@ class Sampling:
             min_tokens=whole(given, "min_tokens", 0) or 0,
             ignore_eos=flag(given, "ignore_eos"),
             stop_token_ids=_token_ids(given.get("stop_token_ids", [])),
+            may_draft=flag(given, "drafts", default=True),
         )
 
     def named_tokens(self) -> dict[str, list[int]]:
@@ -134,6 +138,7 @@ class Sampling:
                 min_p=self.min_p,
                 processors=processors,
                 scores_prompt=scores_prompt,
+                may_draft=self.may_draft,
             )
             for index in range(count)
         ]

@@ -55,6 +55,7 @@ class Choice:
         num_logprobs: Number of likeliest tokens in each of ``logprobs``; ``None`` makes no ``logprobs``.
         scores_prompt: Whether the prompt has log probabilities, too, if the new tokens have any. The whole
             prompt is then computed, even if pages of it are known.
+        may_draft: Whether a session with drafts may draft tokens for the request; its tokens are the same.
         tokens: The new tokens, in order.
         logprobs: One for each new token, in order.
         prompt_logprobs: One for each token of the prompt except the first, in order.
@@ -71,6 +72,7 @@ class Choice:
     min_p: float = 0.0
     processors: Sequence[Any] = ()
     scores_prompt: bool = False
+    may_draft: bool = True
     tokens: list[int] = field(default_factory=list)
     logprobs: list[LogProb] = field(default_factory=list)
     prompt_logprobs: list[LogProb] = field(default_factory=list)

@@ -44,7 +44,8 @@ class Drafter:
         for i, request in enumerate(scheduled):
             state = request.state
             most = min(MOST, state._new_tokens_limit - state.generated_len() - 1)
-            if room > 0 and most > 0 and request.has_new_token and state.generated_tokens:
+            is_decoding = request.has_new_token and state.generated_tokens
+            if room > 0 and most > 0 and is_decoding and _may_draft(state):
                 draft, odds = self._guess(state, most)
                 if draft:
                     drafts[i] = draft, odds
@@ -108,6 +109,12 @@ class Drafter:
                 return True
             requests.take_back(name, past + 1)
             return False
+
+
+def _may_draft(state: Any) -> bool:
+    """Whether the sender of a request lets it have drafts."""
+    choice = state.logit_processor_kwargs.get(CHOICE)
+    return choice is None or choice.may_draft
 
 
 def _forced(state: Any) -> list[int]:
