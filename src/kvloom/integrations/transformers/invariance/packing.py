@@ -30,7 +30,7 @@ _ROWS: Final = 8
 _BLOCK: Final = 64
 """Largest block to which oneDNN rounds K and N up: 16, 32 or 64 by dtype, size and instruction set."""
 _FASTEST: Final = 4
-"""Number of float32 rows that take less time than fewer rows, which wait longer for memory."""
+"""Number of rows that take less time than fewer rows, which wait longer for memory."""
 
 
 def why_not_packable(weight: Tensor) -> str:
@@ -105,7 +105,7 @@ class PackedWeight:
         self.rule = NONE
         if self.is_invariant and self.tensor is not None:
             self.rule = rule_of(matrix, bias, packed_linear)
-            if matrix.dtype == torch.float32 and self.rule.multiple == 1:
+            if self.rule.multiple == 1:
                 self.rule = replace(self.rule, least=max(self.rule.least, _FASTEST))
 
     def forget_weight(self) -> None:
