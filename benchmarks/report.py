@@ -26,7 +26,13 @@ from latent_sections import latents_section
 from plots import link, place
 from quality_sections import formats_section, quality_length_section, quality_section, retrieval_section
 from rounds import needs_compiled_backend
-from serving_sections import agents_section, restart_section, serving_http_section, serving_section
+from serving_sections import (
+    agents_section,
+    restart_section,
+    serving_http_section,
+    serving_section,
+    session_drafts_section,
+)
 from states_sections import drafts_section, session_states_section, states_section
 from store_sections import slow_store_section, store_section
 from tables import cell, left_out, pivot, table
@@ -282,6 +288,7 @@ SECTIONS = {
     "latents": Section("Latent attention", latents_section, OURS),
     "states": Section("Recurrent states in pools", states_section, OURS),
     "drafts": Section("Drafts of hybrids", drafts_section, OURS),
+    "session_drafts": Section("Drafts in sessions", session_drafts_section, OURS),
     "session_states": Section("Hybrids in sessions", session_states_section, OURS),
     "formats": Section("Formats of 4 bits", formats_section, (*QUANTIZED, "gguf"), of_processor=False),
     "growth": Section("What a cache is for", growth_section, OURS),

@@ -94,3 +94,38 @@ def agents_section(result: dict[str, Any]) -> str:
         "that were found; medians of the seconds to the first token of a turn; a Llama of six layers in "
         f"float32, {same} tokens with sessions of agents and without.\n\n" + table(head, rows)
     )
+
+
+def session_drafts_section(result: dict[str, Any]) -> str:
+    """Sessions with drafts."""
+    texts = {"copies": "copies", "other": "copies nothing", "json": "objects of a schema"}
+    head = [
+        "text",
+        "requests",
+        "session",
+        "with drafts",
+        "generate, prompt lookup",
+        "drafted",
+        "accepted",
+        "steps",
+    ]
+    rows = []
+    for row in result["rows"]:
+        over = [f"{row['over'][x]:.2f}x" if x in row["over"] else "" for x in [*row["over"], ""][1:3]]
+        rows.append(
+            [
+                f"{texts[row['text']]}, {row['dtype']}",
+                str(row["requests"]),
+                f"{next(iter(row['speeds'].values())):.1f}",
+                *over,
+                *(f"{row[x]:,}" for x in ("drafted", "accepted", "steps")),
+            ]
+        )
+    return (
+        "Tokens a second of decoding in a session without drafts, and how many times that with them and with "
+        f"transformers' own prompt lookup of {result['lookup']} tokens (`generate`, DynamicCache, one "
+        f"request): random Llamas of {result['parameters'] / 1e6:,.0f} million parameters, packed, one "
+        f"thread, medians of {result['rounds']} rounds, one round of 64 requests. Text that copies is what "
+        "the prompt has, but for one token in twenty. Objects have keys of 18 to 31 characters, which the "
+        "grammar forces.\n\n" + table(head, rows)
+    )

@@ -2,8 +2,9 @@
 
 A random model continues a text by a permutation of its vocabulary, built into its embeddings. Texts that copy
 have prompts with what the model will write, but for one token in twenty; others have prompts of other tokens.
-The layers are random, and cost what they cost. Both sessions alternate, on the same model, and must give
-the same tokens. In one thread, seconds are those of the processor.
+The layers are random, and cost what they cost. Objects of a schema are written by the bundled model, made as
+large by heads and layers that add nothing. All contenders alternate, on the same model, and must give the
+same tokens. In one thread, seconds are those of the processor.
 
 Prediction, written before the first run: in bfloat16, packed, a step of 16 rows takes 1.5 to 2 times one
 of one row. Drafts end at the next edit, so that about 8 of 15 tokens hold on average, and an edit is
@@ -17,16 +18,67 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from drafts import continued, edited
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from drafts import LOOKUP, continued, edited
+from transformers import (
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from kvloom.integrations.transformers import continuous_batching
+from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
+from kvloom.integrations.transformers.session.requests.prompt import CHOICE
+from kvloom.models import bundled_model_path
+from kvloom.serving.protocol.structured import Grammar, Grammars, Structure
 
-TEXTS: Final = ("copies", "other")
+WITHOUT, DRAFTS, STOCK = "session", "session, drafts", "generate, prompt lookup"
+KEYS: Final = (
+    "identifier_of_the_customer",
+    "number_of_items_in_the_order",
+    "is_paid_by_invoice",
+    "was_delivered_to_the_neighbor",
+    "days_between_order_and_delivery",
+)
+SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        key: {"type": "boolean"} if key[:3] in ("is_", "was") else {"type": "integer", "maximum": 99999}
+        for key in KEYS
+    },
+    "required": [*KEYS],
+    "additionalProperties": False,
+}
+
+
+class Request(NamedTuple):
+    """A request of a session.
+
+    Attributes:
+        tokens: Its prompt.
+        most: Largest number of new tokens.
+        choice: Makes its ``Choice``; ``None`` for greedy tokens.
+    """
+
+    tokens: list[int]
+    most: int
+    choice: Callable[[], Choice] | None = None
+
+
+class Decoded(NamedTuple):
+    """What a contender did: tokens of each request, tokens a second of decoding, and a session's report."""
+
+    tokens: list[list[int]]
+    speed: float
+    report: Any = None
 
 
 def random_model(hidden: int, layers: int, dtype: torch.dtype) -> Any:
@@ -46,27 +98,83 @@ def random_model(hidden: int, layers: int, dtype: torch.dtype) -> Any:
     return LlamaForCausalLM(config).eval().to(dtype)
 
 
-def prompts(order: Any, kind: str, count: int, num_tokens: int) -> list[list[int]]:
+@torch.no_grad()
+def grown_model(hidden: int, layers: int, dtype: torch.dtype) -> Any:
+    """The bundled model with the sizes of another one: what is added has random weights, and adds nothing."""
+    small: Any = LlamaForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32)
+    config = LlamaConfig(
+        **{
+            **small.config.to_dict(),
+            "hidden_size": hidden,
+            "intermediate_size": 8 * hidden // 3 // 64 * 64,
+            "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 128,
+            "tie_word_embeddings": False,
+        }
+    )
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config).eval()
+    own, narrow = model.state_dict(), small.state_dict()
+    for name, weight in own.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or "norm" in name or "embed" in name:
+            weight.zero_()  # nothing is added to what the bundled model has
+        if name in narrow:
+            there = narrow[name]
+            weight[tuple(slice(size) for size in there.shape)] = there
+            if there.ndim == 2 and not name.startswith("lm_head"):
+                weight[: there.shape[0], there.shape[1] :] = 0
+        if "norm" in name:  # the mean of squares is over more elements
+            weight *= (small.config.hidden_size / hidden) ** 0.5
+    return model.to(dtype)
+
+
+def copying(model: Any, copies: bool, count: int, num_tokens: int) -> list[Request]:
     """Prompts that end with the token from which the model goes on."""
-    texts = []
+    order, found = continued(model, 4096), []
     for number in range(count):
         begin = number * 29 % (len(order) - num_tokens - 1)
         text = order[begin : begin + num_tokens + 1]
         draw = random.Random(number)
         other = torch.tensor([draw.randrange(3, 4096) for _ in range(num_tokens)])
-        texts.append(torch.cat([edited(text[1:], draw) if kind == "copies" else other, text[:1]]).tolist())
-    return texts
+        tokens = torch.cat([edited(text[1:], draw) if copies else other, text[:1]]).tolist()
+        found.append(Request(tokens, num_tokens))
+    return found
+
+
+def objects(model: Any, count: int) -> list[Request]:
+    """Objects of a schema with long keys."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    ends = [model.config.eos_token_id]
+    wanted = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
+    structure: Any = Structure.of({"response_format": wanted})
+    matcher = Grammars(tokenizer, ends, model.config.vocab_size).matcher(structure)
+    found = []
+    for number in range(count):
+        tokens = tokenizer(f"ORDER_{number} = ")["input_ids"]
+
+        def choice(size: int = len(tokens)) -> Choice:
+            return Choice(processors=(Grammar(structure, matcher.deep_copy(), size, ends),))
+
+        found.append(Request(tokens, 256, choice))
+    return found
 
 
 @torch.inference_mode()
-def decoded(model: Any, requests: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]], Any]:
-    """Tokens a second after the first token of the last request, tokens, and the report of a session."""
+def in_session(model: Any, drafts: str | None, requests: Sequence[Request]) -> Decoded:
+    """A session's tokens, and its speed after the first token of the last request."""
+    continuous_batching(model, drafts=drafts, share=False, pack=True)
+    ends = model.config.eos_token_id if requests[0].choice else None
     manager = model.init_continuous_batching(
-        GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        GenerationConfig(do_sample=False, eos_token_id=-1 if ends is None else ends, pad_token_id=0),
         ContinuousBatchingConfig(page_size=16, num_blocks=8192, max_batch_tokens=2048),
     )
+    choose_by_request(manager)
     processor = manager.batch_processor = manager._create_batch_processor()
-    names = [manager.add_request(request) for request in requests]
+    names = [
+        manager.add_request(x.tokens, max_new_tokens=x.most, **({CHOICE: x.choice()} if x.choice else {}))
+        for x in requests
+    ]
 
     def step() -> bool:
         is_busy = processor.prepare_next_batch()
@@ -78,7 +186,6 @@ def decoded(model: Any, requests: list[list[int]], num_tokens: int) -> tuple[flo
     while not all(x.generated_tokens for x in active(processor, names)):
         step()
     done = sum(len(x.generated_tokens) for x in active(processor, names))
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     while step():
         pass
@@ -89,7 +196,33 @@ def decoded(model: Any, requests: list[list[int]], num_tokens: int) -> tuple[flo
     manager.model.set_attn_implementation(manager._original_attn_impl)
     manager.release()
     tokens = [found[name].generated_tokens for name in names]
-    return (sum(map(len, tokens)) - done) / took, tokens, report
+    return Decoded(tokens, (sum(map(len, tokens)) - done) / took, report)
+
+
+@torch.inference_mode()
+def by_lookup(model: Any, requests: Sequence[Request]) -> Decoded:
+    """transformers' own prompt lookup of one request, and its speed after the prompt."""
+    continuous_batching(model, None)
+    (request,) = requests
+    tokens, cache = torch.tensor([request.tokens]), DynamicCache()
+    model(tokens[:, :-1], use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
+    start = clock()
+    out = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=request.most,
+        do_sample=False,
+        pad_token_id=0,
+        prompt_lookup_num_tokens=LOOKUP,
+        **{CACHE_ARGUMENT: cache},
+    )
+    new = out[0, tokens.shape[1] :].tolist()
+    return Decoded([new], len(new) / (clock() - start))
+
+
+def clock() -> float:
+    """Seconds of the processor in one thread, of a clock in several."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def active(processor: Any, names: list[str]) -> list[Any]:
@@ -99,29 +232,37 @@ def active(processor: Any, names: list[str]) -> list[Any]:
     return [states.get(name, empty) for name in names]
 
 
-def ratio(model: Any, how: dict[str, Any], requests: list[list[int]], num_tokens: int, rounds: int) -> Any:
-    """Tokens a second with drafts over those without, and what drafts had."""
-    found, tokens, reports = [], [], []
+def compared(model: Any, requests: Sequence[Request], rounds: int, with_stock: bool) -> dict[str, Any]:
+    """Speeds of all contenders as multiples of a session without drafts, and what drafts had."""
+    contenders: dict[str, Callable[[], Decoded]] = {
+        WITHOUT: lambda: in_session(model, None, requests),
+        DRAFTS: lambda: in_session(model, "lookup", requests),
+    }
+    if with_stock:
+        contenders[STOCK] = lambda: by_lookup(model, requests)
+    speeds: dict[str, list[float]] = {name: [] for name in contenders}
+    expected = report = None
     for turn in range(rounds + 1):  # the first one warms up
-        speeds = []
-        for drafts in (None, "lookup")[:: 1 if turn % 2 else -1]:
-            continuous_batching(model, drafts=drafts, share=False, **how)
-            speed, texts, report = decoded(model, requests, num_tokens)
-            speeds.append((drafts is not None, speed))
-            tokens.append(texts)
-            reports.append(report)
-        without, with_them = (x for _, x in sorted(speeds))
-        if turn:
-            found.append((with_them / without, without))
-    if any(x != tokens[0] for x in tokens):
-        raise RuntimeError("drafts must not change tokens")
-    drafted = reports[-1] if reports[-1].tokens_drafted else reports[-2]
+        for name in [*contenders][:: 1 if turn % 2 else -1]:
+            found = contenders[name]()
+            expected = found.tokens if expected is None else expected
+            if found.tokens != expected and name != STOCK:  # whose steps of several tokens round otherwise
+                raise RuntimeError("drafts must not change tokens")
+            report = found.report if name == DRAFTS else report
+            if turn:
+                speeds[name].append(found.speed)
+    over = {
+        name: statistics.median(x / y for x, y in zip(taken, speeds[WITHOUT], strict=True))
+        for name, taken in speeds.items()
+    }
     return {
-        "over_without": round(statistics.median(x for x, _ in found), 3),
-        "tokens_a_second_without": round(statistics.median(x for _, x in found), 1),
-        "accepted": drafted.tokens_accepted,
-        "drafted": drafted.tokens_drafted,
-        "steps": drafted.steps,
+        "requests": len(requests),
+        "tokens": sum(map(len, expected or ())),
+        "speeds": {name: statistics.median(x) for name, x in speeds.items()},
+        "over": over,
+        "drafted": report.tokens_drafted,
+        "accepted": report.tokens_accepted,
+        "steps": report.steps,
     }
 
 
@@ -130,24 +271,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=18)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument(
+        "--tokens", type=int, default=160, help="a quarter of them with more than 16 requests"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 64])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--texts", nargs="+", default=["copies", "other", "json"])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result: dict[str, Any] = {"figure": "session_drafts"}
+    rows = []
     for dtype in arguments.dtypes:
-        model = random_model(arguments.hidden, arguments.layers, getattr(torch, dtype))
-        order = continued(model, 4096)
-        for count in arguments.counts:
-            for kind in TEXTS:
-                requests = prompts(order, kind, count, arguments.tokens)
-                own = ratio(model, {"pack": True}, requests, arguments.tokens, arguments.rounds)
-                result[f"{dtype} packed, {count} requests, text {kind}"] = own
-                print(dtype, count, kind, own, flush=True)
-    print(json.dumps(result))
+        sizes = arguments.hidden, arguments.layers, getattr(torch, dtype)
+        for text in arguments.texts:
+            model = grown_model(*sizes) if text == "json" else random_model(*sizes)
+            for count in arguments.counts if text != "json" else arguments.counts[:1]:
+                num_tokens = arguments.tokens // (4 if count > 16 else 1)
+                if text == "json":
+                    requests = objects(model, count)
+                else:
+                    requests = copying(model, text == "copies", count, num_tokens)
+                rounds = arguments.rounds if count <= 16 else 1
+                with_stock = count == 1 and text != "json"
+                row = {"dtype": dtype, "text": text, **compared(model, requests, rounds, with_stock)}
+                print(row, flush=True)
+                rows.append(row)
+            del model
+    parameters = sum(x.numel() for x in random_model(*sizes[:2], torch.bfloat16).parameters())
+    sizes_of_all = {"parameters": parameters, "rounds": arguments.rounds, "lookup": LOOKUP}
+    print(json.dumps({"figure": "session_drafts", **sizes_of_all, "rows": rows}))
 
 
 if __name__ == "__main__":

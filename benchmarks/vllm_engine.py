@@ -3,7 +3,8 @@
 ``attend`` times one layer in vLLM's pages, with AMX and without; ``latents`` one of latent attention;
 ``generate`` tokens after a long context; ``prefix`` requests that share one. Contenders take turns in one
 process, and figures are medians of the processor time of one thread. ``store`` reads a prefix that another
-process computed: contenders take turns in processes of their own, by the clock. ``quality`` compares
+process computed: contenders take turns in processes of their own, by the clock. ``drafts`` decodes text that
+copies in engines with n-gram drafts, and in sessions of transformers with drafts. ``quality`` compares
 distributions of next tokens. For the environment of ``make test-vllm``.
 """
 
@@ -20,7 +21,7 @@ from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
@@ -28,6 +29,7 @@ os.environ.update(
 )  # fmt: skip
 
 import processor
+import session_drafts
 import torch
 import vllm_latents
 import vllm_quality
@@ -328,6 +330,51 @@ def first_token(text: list[int]) -> tuple[float, int]:
     return time.perf_counter() - start, request.num_cached_tokens or 0
 
 
+GUESSED: Final = (0, 3, 5, 10)
+"""Most drafted tokens of a request in a step of each of vLLM's engines; 0 for an engine without drafts."""
+
+
+def drafts(rounds: int) -> None:
+    """Tokens a second behind prompts of 160 tokens that the model copies, but for one in twenty."""
+    new = 160
+    model: Any = session_drafts.random_model(1536, 18, torch.bfloat16)
+    asked = {count: session_drafts.copying(model, True, count, new) for count in (1, 4)}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        found = {
+            f"vLLM, n-grams of {most}" if most else "vLLM": LLM(
+                model=folder, dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=1 << 28,
+                skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=4, enable_prefix_caching=False,
+                speculative_config={
+                    "method": "ngram", "num_speculative_tokens": most,
+                    "prompt_lookup_max": 3, "prompt_lookup_min": 2,
+                } if most else None,
+            )
+            for most in GUESSED
+        }  # fmt: skip
+    rows = []
+    for count, requests in asked.items():
+        texts = [TokensPrompt(prompt_token_ids=x.tokens) for x in requests]
+
+        def seconds(engine: LLM, most: int, texts: list[Any] = texts) -> float:
+            parameters = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+            start = time.thread_time()
+            engine.generate(texts, parameters, use_tqdm=False)
+            return time.thread_time() - start
+
+        def speed(engine: LLM, count: int = count, seconds: Callable[..., float] = seconds) -> float:
+            return count * (new - 1) / (seconds(engine, new) - seconds(engine, 1))
+
+        calls = {name: lambda engine=engine, speed=speed: speed(engine) for name, engine in found.items()}
+        for name, way in (("kvloom session", None), ("kvloom session, drafts", "lookup")):
+            calls[name] = lambda way=way, x=requests: session_drafts.in_session(model, way, x).speed
+        times = in_turn(calls, min(rounds, 3), 1)
+        best = max(found, key=lambda name: median(times[name]))
+        ours = ratio(times["kvloom session, drafts"], times[best])
+        rows.append([f"{count}", *compared(times, "{:.1f}".format), f"{ours:.2f}x {best}"])
+    table("Tokens a second of text that copies", ["requests", *calls, "drafts over the best"], rows)
+
+
 def quality(rounds: int) -> None:
     """Distributions over prompts of 500 tokens of the bundled model; ``rounds`` is not read."""
     asked: list[tuple[str, dict[str, Any]]] = [("int8", {}), ("int8", {"smooth": "none"})]
@@ -351,6 +398,7 @@ SECTIONS = {
     "generate": generate,
     "prefix": prefix,
     "store": store,
+    "drafts": drafts,
     "quality": quality,
 }
 
