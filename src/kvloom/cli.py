@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvloom import __version__
+from kvloom import __version__, terminal
 from kvloom.conform.command import add_conform
 from kvloom.core.arguments import expect_options
 from kvloom.core.spelling import STORAGE, expect_kv
@@ -37,6 +37,8 @@ _OPTIONS = {
     "config": "--model",
     "max_states": "--states",
 }
+_CLOSED_PIPE = 141  # as the shell says of a process that SIGPIPE ends
+
 _INSTALLED = {
     "transformers": "transformers rich",
     "safetensors": "transformers rich",
@@ -61,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")  # for characters that it cannot encode
         status = args.run(args)
         sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has read enough
+        _give_up_output()
+        return _CLOSED_PIPE
     except (KVError, OSError) as error:
         _give_up_output()
         return _fail(str(error))
@@ -268,9 +273,6 @@ def _somebodys_folder(path: Path) -> Iterator[None]:
 
 def _demo(args: argparse.Namespace) -> None:
     expect_options(args, 1, "max_new_tokens", "runs")
-    from rich.console import Console
-    from rich.table import Table
-
     from kvloom.integrations.transformers.models.positions import room_behind
     from kvloom.measuring.compare import attention_for, compare
     from kvloom.models import corpus_files
@@ -279,17 +281,17 @@ def _demo(args: argparse.Namespace) -> None:
     # It ends with the name of a function, so that the model continues with a body.
     prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
     model, tokenizer = _load(None)
-    console = Console()
-    console.rule(f"{source.name} (held out), continued from int8 pages read in place")
+    console = terminal.console()
+    console.print(f"{source.name} (held out), continued from int8 pages read in place:\n")
     with attention_for(model, "int8", in_place=True):
         folder = str(_demo_folder())
         continuation.write(model, tokenizer, prompt, "int8", args.max_new_tokens, 12, folder, args.view)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     count = room_behind("prompt", model, inputs.shape[1], args.max_new_tokens)
     rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=count, num_runs=args.runs, in_place=True)
-    table = Table(title=f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy")
-    for heading in ("cache", "bytes/token", "tokens/s", "same tokens", "agree", "KL"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+    headings = "cache", "bytes/token", "tokens/s", "same tokens", "agree", "KL"
+    title = f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy"
+    table = terminal.table(*headings, title=title)
     for row in rows:
         ratio = rows[0].nbytes_per_token / row.nbytes_per_token
         table.add_row(

@@ -338,7 +338,7 @@ def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.Captu
         "--memory",
         "1.5GiB",
         "--json",
-        "--svg",
+        "--plot",
         str(tmp_path / "plan.svg"),
     ]
     assert main([*COMMAND, *options]) == 0
@@ -361,7 +361,17 @@ def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.Captu
 def test_the_command_counts_packed_weights(
     pack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [*COMMAND, "--kv", "int8", "--memory", "1GB", "--svg", str(tmp_path / "plan.svg"), "--pack", pack]
+    asked = [
+        *COMMAND,
+        "--kv",
+        "int8",
+        "--memory",
+        "1GB",
+        "--plot",
+        str(tmp_path / "plan.svg"),
+        "--pack",
+        pack,
+    ]
     planned = kvloom.plan(bundled_model_path(), "int8", context=100, pack=PACKS[pack])
     without = kvloom.plan(bundled_model_path(), "int8", context=100)
     assert (planned.packed > 0) == (pack == "both") and planned.total == without.total + planned.packed

@@ -295,7 +295,7 @@ def test_the_command_plans_both_halves(tmp_path: Path, capsys: pytest.CaptureFix
     assert "8 x 5 beams x 200 tokens and 8 x 100 of the encoder in pages of 16" in shown
     of_encoder = planned.by_kind()["encoder"][1]
     assert "2 encoder" in shown and f" {of_encoder.total:,} " in shown and f" {planned.total:,} " in shown
-    assert main([*asked, "--encoder-tokens", "50", "--json", "--svg", str(tmp_path / "plan.svg")]) == 0
+    assert main([*asked, "--encoder-tokens", "50", "--json", "--plot", str(tmp_path / "plan.svg")]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     fewer = kvloom.plan(model.config, "int8:g8", context=200, batch=8, beams=5, encoder_tokens=50)
     assert (found["beams"], found["encoder_tokens"], found["total"]) == (5, 50, fewer.total)

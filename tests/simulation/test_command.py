@@ -39,7 +39,7 @@ def test_the_table_has_a_row_for_each_policy(trace: Path, capsys: pytest.Capture
 def test_json_and_a_plot_say_the_same(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--policy", "lru,opt", "--capacity", "1024,3k", "--json", "--svg", str(tmp_path / "x.svg")]
+    options = ["--policy", "lru,opt", "--capacity", "1024,3k", "--json", "--plot", str(tmp_path / "x.svg")]
     assert main(["simulate", str(trace), *options]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["policy"], row["capacity"]) for row in rows] == [
@@ -226,3 +226,9 @@ def test_a_capacity_beyond_all_memory_is_that_of_all_pages(
         assert main(["simulate", str(trace), "--capacity", capacity, "--json", *more]) == 0
         found.append([row | {"capacity": 0} for row in json.loads(capsys.readouterr().out)])
     assert found[0] == found[1]
+
+
+def test_a_trace_without_requests_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").touch()
+    assert main(["simulate", str(tmp_path / "x.jsonl"), "--json"]) == 2
+    assert "trace must have a request, got none in" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from kvloom.conform.describe import describe_tensor
 from kvloom.conform.judging import named
 from kvloom.conform.running import Outcome, Report
 from kvloom.conform.vectors import VERSION
+from kvloom.terminal import bar
 
 _SHOWN = 5
 """Maximum number of failures in the terminal."""
@@ -24,20 +25,18 @@ _STYLE = Path(__file__).with_suffix(".css")
 @contextmanager
 def progress(dialect: str, total: int) -> Iterator[Callable[[Outcome], None]]:
     """Context with a progress bar, only on a terminal; yields a function that counts an outcome."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-    console = Console(stderr=True)
     failures = TextColumn("{task.fields[failed]} failed")
     columns = (TextColumn(dialect), BarColumn(), MofNCompleteColumn(), failures)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("run", total=total, failed=0)
+    with bar(*columns) as shown:
+        task = shown.add_task("run", total=total, failed=0)
         failed = 0
 
         def tick(outcome: Outcome) -> None:
             nonlocal failed
             failed += outcome.status == "failed"
-            bar.update(task, advance=1, failed=failed)
+            shown.update(task, advance=1, failed=failed)
 
         yield tick
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvloom import terminal
+
 
 def add_layouts(commands: Any, named: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
     """Add both to the commands.
@@ -46,7 +48,8 @@ def _convert(args: argparse.Namespace) -> None:
         for x, y in (("from", "source_layout"), ("to", "target_layout"))
     ]
     placement = Placement(layouts[1], args.page_size, args.shards)
-    done = convert_file(args.source, args.target, layouts[0], placement, args.heads)
+    with terminal.progress("layers") as tell:
+        done = convert_file(args.source, args.target, layouts[0], placement, args.heads, tell)
     nbytes = sum(x.nbytes for x in done.tensors.values())
     sys.stdout.write(
         f"{len(done.views)} layers, {done.num_slots} slots, {done.heads} heads: {nbytes:,} bytes in "

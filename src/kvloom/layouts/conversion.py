@@ -1,6 +1,6 @@
 """Conversion of any layout to any other, in one pass, of codes and scales."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Final, NamedTuple
@@ -79,7 +79,13 @@ def convert(source: KVTensors, target: KVTensors | Placement | NamedLayout | Cac
     return target
 
 
-def copy_all(source: KVTensors, target: KVTensors, *, gives_back: bool = False) -> None:
+def copy_all(
+    source: KVTensors,
+    target: KVTensors,
+    *,
+    gives_back: bool = False,
+    observe: Callable[[int], None] = lambda num_layers: None,
+) -> None:
     """Copy ``source`` to ``target``.
 
     Args:
@@ -87,6 +93,7 @@ def copy_all(source: KVTensors, target: KVTensors, *, gives_back: bool = False) 
         target: Tensors to write.
         gives_back: Whether memory of ``source`` is given back to the system once it was read: nobody reads it
             again.
+        observe: Called after each layer, with the number of layers so far.
 
     Raises:
         ArgumentError, ShapeError: as ``convert``.
@@ -103,6 +110,7 @@ def copy_all(source: KVTensors, target: KVTensors, *, gives_back: bool = False) 
                 ops.copy(move.source, piece, move.target, piece)
             for view in views if gives_back else ():
                 give_back(*(x[first : first + count] for x in view.tensors if x is not None))
+        observe(layer + 1)
 
 
 def plan(source: KVTensors, target: KVTensors) -> list[Move]:

@@ -1,6 +1,7 @@
 """Conversion of safetensors files."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from kvloom.errors import ArgumentError
@@ -15,6 +16,7 @@ def convert_file(
     source_layout: NamedLayout | str,
     placement: Placement,
     heads: int | None = None,
+    observe: Callable[[int], None] = lambda num_layers: None,
 ) -> KVTensors:
     """Convert a file of tensors, named as in ``KVTensors``, to another layout.
 
@@ -25,6 +27,7 @@ def convert_file(
         placement: Layout, page size and shards of the target.
         heads: Heads of all shards, if ``source_layout`` merges H with D; ``None`` for the file's metadata, as
             this function writes it.
+        observe: Called after each layer, with the number of layers so far.
 
         Returns: The tensors that were written.
 
@@ -48,7 +51,9 @@ def convert_file(
         heads = int(metadata["heads"])
     read = KVTensors(tensors, layout, heads)
     converted = allocate(read, placement)
-    copy_all(read, converted, gives_back=True)  # else all of the source stays in memory beside the target
+    copy_all(
+        read, converted, gives_back=True, observe=observe
+    )  # else all of the source stays in memory beside the target
     del tensors, read
     said = {"layout": find_layout("layout", converted.layout).axes, "heads": str(converted.heads)}
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")

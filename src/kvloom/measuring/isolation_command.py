@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvloom import terminal
 from kvloom.core.spelling import expect_kv
 
 
@@ -39,16 +40,14 @@ def print_isolation(args: argparse.Namespace) -> int:
         told = {"checks": [x._asdict() for x in checks], "is_isolated": not wrong}
         sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
         return bool(wrong)
-    from rich.console import Console
-    from rich.table import Table
-
     title = "tokens that are found when a text is asked for again"
-    table = Table("what was done before", "expected", "found", "result", title=title)
+    headings = "what was done before", "expected", "found", "result"
+    table = terminal.table(*headings, texts=(headings[0], headings[3]), title=title)
     for x in checks:
         table.add_row(
             x.name, str(x.expected), str(x.actual), x.problem or "ok", style="red" if x.problem else ""
         )
-    console = Console()
+    console = terminal.console()
     console.print(table)
     console.print(f"{len(checks) - len(wrong)} of {len(checks)} tests passed")
     return bool(wrong)

@@ -8,9 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvloom import terminal
 from kvloom.core.arguments import expect_least, expect_options, expect_within, read_text
 from kvloom.core.spelling import expect_kv, is_plan
 from kvloom.errors import ArgumentError
+from kvloom.graphics.plot_file import add_plot_option, write_plot
 from kvloom.measuring.key_statistics import STATISTICS, parse_statistics
 from kvloom.measuring.texts import HELD_OUT, PACKAGES, texts_named
 from kvloom.models import check_model_folder, iter_texts
@@ -78,9 +80,7 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
     parser.add_argument("--calibrate", type=Path, metavar="FILE",
                         help="text to choose the plan by (default: training text of the bundled "
                         "model)")  # fmt: skip
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write an SVG plot of error by bytes of a token"
-    )
+    add_plot_option(parser, "error by bytes of a token")
     parser.set_defaults(load=load)
     return parser
 
@@ -101,9 +101,6 @@ def print_quality(args: argparse.Namespace) -> None:
     texts = texts_named(args.text)
     if args.model is not None:
         check_model_folder(args.model)  # before imports that take seconds
-    from rich.console import Console
-    from rich.progress import Progress
-
     from kvloom.measuring.changed_keys import changed_keys
     from kvloom.measuring.quality import quality
 
@@ -117,11 +114,7 @@ def print_quality(args: argparse.Namespace) -> None:
     windows, inputs = _read(args, model, tokenizer, texts, window, document)
     prompt = min(windows.shape[1] // 2, windows.shape[1] - 2) if args.decode else 0
     after = prompt if args.after is None else args.after
-    console = Console(stderr=True)
-    with (
-        changed_keys(model, statistics),
-        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
-    ):
+    with changed_keys(model, statistics), terminal.bar() as bar:
         if args.plan is not None:
             _save_plan(args, model, tokenizer)
             kinds = [*kinds, str(args.plan)]
@@ -149,7 +142,7 @@ def print_quality(args: argparse.Namespace) -> None:
             Point(_name(n, row, len(kinds)), row.nbytes_per_token, row.mean_kl, n > len(kinds))
             for n, row in enumerate(rows)
         ]
-        args.plot.write_text(as_svg(points), encoding="utf-8")
+        write_plot(args.plot, as_svg(points))
 
 
 def _read(
@@ -265,17 +258,12 @@ def _worst(head: tuple[int, int, float] | None) -> str:
 
 
 def _print_table(rows: "list[Quality]", num_ours: int, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
     has_encoder = rows[0].nbytes_per_encoder_token > 0
     headings = ["cache", "bytes", "perplexity", "KL", "agree", "worst head"]
     if has_encoder:
         headings[2:2] = ["encoder's"]
         headings.append("encoder's head")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+    table = terminal.table(*headings, title=title)
     for n, row in enumerate(rows):
         change = row.perplexity / rows[0].perplexity - 1
         table.add_row(
@@ -288,9 +276,7 @@ def _print_table(rows: "list[Quality]", num_ours: int, title: str) -> None:
             _worst(row.worst_head),
             *([_worst(row.worst_encoder_head)] if has_encoder else []),
         )
-    console = Console()
-    if has_encoder:
-        console.width = max(console.width, _WIDTH)
+    console = terminal.console(_WIDTH if has_encoder else 0)
     console.print(table)
     of_encoder = " of the text, and of one of the encoder's" if has_encoder else ""
     console.print(f"bytes: of a token{of_encoder}; KL (nats), agree: next tokens against DynamicCache's")

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvloom import terminal
 from kvloom.core.spelling import PACKS, STORAGE, expect_kv
 from kvloom.errors import ArgumentError
+from kvloom.graphics.plot_file import add_plot_option, write_plot
 
 if TYPE_CHECKING:
     from kvloom.planning.plan import Plan
@@ -59,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="BYTES", help="also print how much fits in this size, such as 24GB or 24GiB"
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG plot")
+    add_plot_option(parser, "bytes by length of the texts")
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -104,10 +106,10 @@ def print_plans(args: argparse.Namespace) -> None:
         sys.stdout.write("\n")
     else:
         _print(plans, memory)
-    if args.svg is not None:
+    if args.plot is not None:
         from kvloom.planning.chart import chart
 
-        args.svg.write_text(chart(plans, memory), encoding="utf-8")
+        write_plot(args.plot, chart(plans, memory))
 
 
 def _as_json(plan: "Plan", memory: int | None) -> dict[str, Any]:
@@ -130,11 +132,7 @@ def _as_json(plan: "Plan", memory: int | None) -> dict[str, Any]:
 
 
 def _print(plans: list["Plan"], memory: int | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    first, console = plans[0], Console()
-    console.width = max(console.width, _WIDTH)  # numbers must not be cut
+    first, console = plans[0], terminal.console(_WIDTH)  # numbers must not be cut
     parts = [part for part in _PARTS[1:] if any(getattr(x, part) for x in plans)]
     beams = "" if first.beams == 1 else f" x {first.beams} beams"
     read = f" and {first.batch} x {first.encoder_tokens:,} of the encoder" if first.encoder_tokens else ""
@@ -142,9 +140,7 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
         f"weights of {first.weights:,} bytes; {first.batch}{beams} x {first.context:,} tokens{read} in pages "
         f"of {first.page_size}:"
     )
-    table = Table("kv")
-    for part in (*parts, *(() if memory is None else ("longest", "batch"))):
-        table.add_column(part, justify="right", no_wrap=True)
+    table = terminal.table("kv", *parts, *(() if memory is None else ("longest", "batch")))
     for x in plans:
         row = [f"{getattr(x, part):,}" for part in parts]
         if memory is not None:
@@ -154,9 +150,7 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
         table.add_row(x.kv, *row)
     console.print(table)
     names = ("cache", "scales", "states", "waste", "total")
-    layers = Table("layers")
-    for name in names:
-        layers.add_column(name, justify="right", no_wrap=True)
+    layers = terminal.table("layers", *names)
     for kind, (count, total) in first.by_kind().items():
         layers.add_row(f"{count} {kind}", *(f"{getattr(total, name):,}" for name in names))
     console.print(f"by kind of layer, kv {first.kv}:")

@@ -14,6 +14,7 @@ from kvloom.core.arguments import expect_within
 from kvloom.errors import ArgumentError, KVError
 from kvloom.serving import expect_installed
 from kvloom.serving.settings import KEYS_VARIABLE, Settings, keys_from
+from kvloom.terminal import bar
 
 if TYPE_CHECKING:
     import openai
@@ -116,8 +117,7 @@ async def _first_model(client: "openai.AsyncOpenAI", url: str) -> str:
 
 async def _check(args: argparse.Namespace, url: str, prompts: list[str]) -> "AnswerCheck":
     import openai
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     from kvloom.serving.answer_check import check_answers
 
@@ -125,7 +125,7 @@ async def _check(args: argparse.Namespace, url: str, prompts: list[str]) -> "Ans
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
         model = args.model or await _first_model(client, url)
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with bar(*columns) as progress:
             task = progress.add_task(f"{model}: among others, then alone", total=2 * len(prompts))
             try:
                 check = await check_answers(

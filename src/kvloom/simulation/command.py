@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
+from kvloom import terminal
 from kvloom.errors import ArgumentError
+from kvloom.graphics.plot_file import add_plot_option, write_plot
 
 if TYPE_CHECKING:
     from kvloom.simulation.replay import Hits
@@ -87,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "which kvloom plan prints",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG plot")
+    add_plot_option(parser, "hit rates by capacity")
 
 
 def parse_tokens(text: str, name: str = "capacity", unit: str = "tokens") -> int:
@@ -119,21 +121,22 @@ def print_hits(args: argparse.Namespace) -> None:
     ]
     for cache in caches:  # refuse bad arguments before work that takes seconds
         _replay([], min(capacities), cache, args)
-    requests = list(read_trace(args.trace))
-    results: Results = {
-        cache: {capacity: _replay(requests, capacity, cache, args) for capacity in capacities}
-        for cache in caches
-    }
+    requests = list(terminal.counted(read_trace(args.trace), "requests read"))
+    if not requests:
+        raise ArgumentError(f"trace must have a request, got none in {str(args.trace)!r}")
+    results: Results = {cache: {} for cache in caches}
+    work = [(cache, capacity) for cache in caches for capacity in capacities]
+    for cache, capacity in terminal.tracked(work, f"replays of {len(requests):,} requests"):
+        results[cache][capacity] = _replay(requests, capacity, cache, args)
     if args.json:
-        block_size = requests[0].block_size if requests else None
-        json.dump(_as_json(results, args.page_size, block_size), sys.stdout, indent=1)
+        json.dump(_as_json(results, args.page_size, requests[0].block_size), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
         _print(results, args.page_size)
-    if args.svg is not None:
+    if args.plot is not None:
         from kvloom.simulation.chart import chart
 
-        args.svg.write_text(chart({cache.name: hits for cache, hits in results.items()}), encoding="utf-8")
+        write_plot(args.plot, chart({cache.name: hits for cache, hits in results.items()}))
 
 
 def _states(args: argparse.Namespace) -> list[States]:
@@ -166,7 +169,7 @@ def _replay(requests: "list[Request]", capacity: int, cache: ReplayCache, args: 
     )
 
 
-def _as_json(results: Results, page_size: int, block_size: int | None) -> list[dict[str, object]]:
+def _as_json(results: Results, page_size: int, block_size: int) -> list[dict[str, object]]:
     return [
         {
             "policy": cache.policy,
@@ -192,25 +195,19 @@ def _states_as_json(states: States, x: "Hits") -> dict[str, object]:
 
 
 def _print(results: Results, page_size: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from kvloom.simulation.chart import spell
     from kvloom.simulation.trace import BLOCK_TOKENS
 
     def print_table(cell: Callable[["Hits"], str]) -> None:
-        table = Table("policy")
-        for capacity in first:
-            table.add_column(spell(capacity), justify="right", no_wrap=True)
+        table = terminal.table("policy", *map(spell, first))
         for cache, hits in results.items():
             table.add_row(cache.name, *map(cell, hits.values()))
         console.print(table)
 
     first = next(iter(results.values()))
     unit = "blocks" if page_size == BLOCK_TOKENS else f"pages of {page_size}"
-    hits, console = next(iter(first.values())), Console()
-    longest = max(len(cache.name) for cache in results)
-    console.width = max(console.width, 4 + longest + 24 * len(first))  # numbers must not be cut
+    hits, longest = next(iter(first.values())), max(len(cache.name) for cache in results)
+    console = terminal.console(4 + longest + 24 * len(first))  # numbers must not be cut
     console.print(
         f"{hits.blocks_asked:,} {unit} and {hits.tokens_asked:,} tokens of prompts; found, in % of the "
         f"{unit} / of the tokens, + found only in the store below:"

@@ -4,9 +4,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from kvloom import terminal
 from kvloom.core.arguments import expect_options
 from kvloom.errors import ArgumentError
 from kvloom.store import survey
@@ -26,15 +27,15 @@ def ls(args: argparse.Namespace) -> None:
     """List all runs."""
     sums = read_sums(args.key_file)
     backend, objects = _opened(args)
-    found = [look_at(backend, x, sums) for x in runs_of(objects)]
+    found = [look_at(backend, x, sums) for x in terminal.tracked(runs_of(objects), "runs")]
     if args.json:
         _print_lines(_described(x) for x in found)
         return
-    table = _table("name", "tokens", "page", "kept as", "bytes", "unused", "problem")
+    headings = "name", "tokens", "page", "kept as", "bytes", "unused", "problem"
+    table = terminal.table(*headings, texts=[x for x in headings if x not in ("page", "bytes")])
     for x in found:
         run = x.run
-        _add_row(
-            table,
+        table.add_row(
             x.stored.name[:_SHOWN],
             "" if run is None else f"{run.first}-{run.end}",
             "" if run is None else str(run.page_size),
@@ -44,7 +45,8 @@ def ls(args: argparse.Namespace) -> None:
             x.problem,
         )
     total = sum(x.stored.size for x in found)
-    _print_table(table, f"{len(found)} runs, {total:,} bytes")
+    terminal.console().print(table)
+    sys.stdout.write(f"{len(found)} runs, {total:,} bytes\n")
 
 
 def show(args: argparse.Namespace) -> None:
@@ -69,7 +71,7 @@ def verify(args: argparse.Namespace) -> None:
     backend, objects = _opened(args)
     sums = read_sums(args.key_file)
     here = [x for x in runs_of(objects) if kind_of(x.name) is ObjectKind.RUN]
-    found = [look_at(backend, x, sums, is_thorough=True) for x in _tracked(here, args.json)]
+    found = [look_at(backend, x, sums, is_thorough=True) for x in terminal.tracked(here, "runs")]
     damaged = [x for x in found if x.problem]
     if args.json:
         _print_lines({"name": x.stored.name, "problem": x.problem} for x in found)
@@ -91,7 +93,7 @@ def gc(args: argparse.Namespace) -> None:
     gone: list[Stored] = []
     while victims := too_many(objects, time.time(), args.max_bytes, seconds):
         marks = []
-        for x in _tracked(victims, args.json):
+        for x in terminal.tracked(victims, "runs"):
             is_gone, mark = evict(backend, x, time.time(), sums)
             marks += [] if mark is None else [mark]
             if is_gone:
@@ -113,19 +115,21 @@ def why(args: argparse.Namespace) -> None:
     expect_options(args, 1, "page_size")
     backend, objects = _opened(args)
     fingerprint, tokens = args.ask(args)
-    found = [look_at(backend, x, read_sums(args.key_file)) for x in runs_of(objects)]
-    evicted = evictions(backend, objects, read_sums(args.key_file).folder(fingerprint.digest))
+    sums = read_sums(args.key_file)
+    found = [look_at(backend, x, sums) for x in terminal.tracked(runs_of(objects), "runs")]
+    evicted = evictions(backend, objects, sums.folder(fingerprint.digest))
     verdicts = list(survey.verdicts_on(found, evicted, fingerprint, args.salt, tokens, args.page_size))
     if args.json:
         for x in verdicts:
             page = {"first": x.tokens.start, "end": x.tokens.stop, "found": x.is_found, "reason": x.reason}
             _print_lines([page])
         return
-    table = _table("tokens", "found", "why")
+    table = terminal.table("tokens", "found", "why", texts=("tokens", "found", "why"))
     for x in verdicts:
-        _add_row(table, f"{x.tokens.start}-{x.tokens.stop}", "hit" if x.is_found else "miss", x.reason)
+        table.add_row(f"{x.tokens.start}-{x.tokens.stop}", "hit" if x.is_found else "miss", x.reason)
     hits = sum(x.is_found for x in verdicts)
-    _print_table(table, f"{hits} of {len(verdicts)} pages are found")
+    terminal.console().print(table)
+    sys.stdout.write(f"{hits} of {len(verdicts)} pages are found\n")
 
 
 def _opened(args: argparse.Namespace) -> tuple[Backend, list[Stored]]:
@@ -169,38 +173,3 @@ def _age(x: Stored) -> str:
 def _print_lines(rows: Iterable[dict[str, Any]]) -> None:
     for row in rows:
         sys.stdout.write(f"{json.dumps(row)}\n")
-
-
-def _tracked(objects: Sequence[Stored], is_silent: bool) -> Iterator[Stored]:
-    """Iterate over objects, with a progress bar on a terminal."""
-    if is_silent or not sys.stderr.isatty():
-        yield from objects
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(objects, console=Console(stderr=True), transient=True)
-
-
-def _table(*headings: str) -> Any:
-    from rich.table import Table
-
-    table = Table()
-    for heading in headings:
-        table.add_column(
-            heading, overflow="fold", justify="right" if heading in ("bytes", "page") else "left"
-        )
-    return table
-
-
-def _add_row(table: Any, *cells: str) -> None:
-    from rich.text import Text
-
-    table.add_row(*map(Text, cells))  # brackets in a file's text are no markup
-
-
-def _print_table(table: Any, caption: str) -> None:
-    from rich.console import Console
-
-    Console().print(table)
-    sys.stdout.write(f"{caption}\n")

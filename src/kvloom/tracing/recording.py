@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 from kvloom.paging.events import FORMAT
+from kvloom.terminal import counted
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(counted(file, "lines read"), 1):
                 lines.append(_line(number, line))
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"events must be a file of JSON lines: {error}") from error

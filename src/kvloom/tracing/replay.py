@@ -8,6 +8,7 @@ from kvloom.core.arguments import expect_least
 from kvloom.errors import ArgumentError
 from kvloom.paging import Events, PagePool, PrefixTree
 from kvloom.simulation.trace import BLOCK_TOKENS, read_trace
+from kvloom.terminal import tracked
 from kvloom.tracing.recording import read_lines
 
 _ALL: Final = 1 << 40
@@ -83,7 +84,7 @@ def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1) -> Eve
     tree = PrefixTree(pool, page_size=1)  # numbers of pages are used as tokens
     events = tree.record(_ALL, max_remembered=_ALL, clock=clock)
     events.scale = page_size
-    for text in lookups:
+    for text in tracked(lookups, "look-ups"):
         clock.now = max(text.time, clock.now)
         kept = text.pages[:num_pages]
         found = tree.match(text.pages, text.tenant)

@@ -1,0 +1,99 @@
+"""What commands print: tables and sentences on standard output, progress on standard error.
+
+In a pipe tables have no boxes, and no line is broken, so that other programs read a row in a line. Progress
+is shown on a terminal alone, and is gone when the work is done.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+_T = TypeVar("_T")
+
+_ENDLESS: Final = 100_000
+"""Width of a pipe, in characters."""
+
+
+def console(least_width: int = 0) -> "Console":
+    """Standard output, whose texts have no markup.
+
+    Args:
+        least_width: Least width of a terminal, in characters, below which it breaks lines by itself.
+    """
+    from rich.console import Console
+
+    made = Console(highlight=False, markup=False)
+    made.width = max(made.width, least_width) if made.is_terminal else _ENDLESS
+    return made
+
+
+def table(*headings: str, texts: Collection[str] | None = None, title: str = "") -> "Table":
+    """A table, to print on a ``console``; cells of texts are to the left and may be folded.
+
+    Args:
+        headings: Headings of the columns.
+        texts: Those of columns of texts; the others have numbers. ``None`` for the first.
+        title: Title; none if empty.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(title=title or None)
+    if not Console().is_terminal:
+        made.box, made.title_justify = None, "left"
+    for heading in headings:
+        is_text = heading in (headings[:1] if texts is None else texts)
+        made.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return made
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Context of work that may take seconds; yields a function that is told how much is done.
+
+    Args:
+        what: What is done, or what is counted.
+        total: How much there is to do; ``None`` if it is not known.
+    """
+    if not is_shown():
+        yield lambda done: None
+        return
+    with bar() as shown:
+        task = shown.add_task(what, total=total)
+        yield lambda done: shown.update(task, completed=done)
+
+
+def is_shown() -> bool:
+    """Whether standard error is a terminal, so that progress is shown."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def bar(*columns: Any) -> "Progress":
+    """A progress bar of rich, with the time that is left unless columns are given."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_shown())
+
+
+def tracked(things: Sequence[_T], what: str) -> Iterator[_T]:
+    """Iterate over things with a progress bar."""
+    with progress(what, len(things)) as tell:
+        for number, thing in enumerate(things):
+            yield thing
+            tell(number + 1)
+
+
+def counted(things: Iterable[_T], what: str) -> Iterator[_T]:
+    """Iterate over things of which nobody knows how many there are, and show how many there were."""
+    with progress(what) as tell:
+        for number, thing in enumerate(things):
+            if number % 1000 == 0:
+                tell(number)
+            yield thing
