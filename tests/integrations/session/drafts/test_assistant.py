@@ -22,6 +22,7 @@ from kvloom.integrations.transformers import continuous_batching, report_layers
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.session.choices.penalties import TokenBias
 from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
+from kvloom.integrations.transformers.session.drafts import assistant as assistant_module
 from kvloom.integrations.transformers.session.drafts.assistant import Assistant
 from kvloom.integrations.transformers.session.drafts.assisting import Assisting
 from kvloom.integrations.transformers.session.drafts.costs import Costs
@@ -115,6 +116,37 @@ def test_a_draft_is_drawn_by_the_random_number_of_its_request() -> None:
         assert report.tokens_accepted > 0.9 * report.tokens_drafted > 0
         assert report.tokens_assisted > 0.9 * report.tokens_accepted
     assert model.config._attn_implementation == assistant.config._attn_implementation == "sdpa"
+
+
+def test_after_a_wrong_token_an_assistant_reads_the_one_that_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each fifth token of a text is drafted wrong; all before it in a draft are right, now and later."""
+    model, drafts, draft = (
+        model_of("Llama", torch.float32),
+        list[tuple[str, int, list[int]]](),
+        Assistant.draft,
+    )
+    right = assistant_module._chosen
+
+    def wrong(state: Any, logits: Any, position: int) -> int:
+        return (right(state, logits, position) + (position % 5 == 0)) % 99
+
+    def noted(self: Assistant, states: Any, *args: Any) -> Any:
+        found = draft(self, states, *args)
+        ends = {x.request_id: len(x.initial_tokens) + len(x.generated_tokens) for x in states}
+        drafts.extend((name, ends[name], [*own]) for name, own in found.items())
+        return found
+
+    monkeypatch.setattr(assistant_module, "_chosen", wrong)
+    monkeypatch.setattr(Assistant, "draft", noted)
+    requests = random_requests(4, 7)
+    found, report, _ = ask(model, requests, deepcopy(model), page_size=8)
+    texts = [[*x, *y] for x, y in zip(requests, found, strict=True)]
+    for name, end, own in drafts:
+        count = min(-end % 5, len(own))
+        assert own[:count] == texts[int(name[4:])][end : end + count]
+    assert len(drafts) > 20 and report.tokens_accepted < report.tokens_drafted
 
 
 def test_a_text_of_several_requests_is_read_once() -> None:
