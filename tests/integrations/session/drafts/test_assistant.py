@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from kvloom.integrations.transformers.session.drafts.assisting import Assisting
 from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.integrations.transformers.session.drafts.lent import LentModel
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
+from kvloom.tracing.recording import read_lines
 
 SESSIONS = times(1)
 
@@ -93,8 +95,10 @@ def test_no_bit_differs(name: str, kv: str, is_sampled: bool, share: bool) -> No
             assert 0 < report.tokens_assisted <= report.tokens_accepted
 
 
-def ask(model: Any, requests: Any, drafts: Any, own: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """New tokens of greedy requests, the report, and the events of a session."""
+def ask(
+    model: Any, requests: Any, drafts: Any, own: Any = None, file: Path | None = None, **options: Any
+) -> tuple[Any, Any, Any]:
+    """New tokens of greedy requests, the report, and the events of a session, also written to ``file``."""
     continuous_batching(model, drafts=drafts, **options.pop("how", {}))
     begin = None if own is None else choose_by_request
     with session(
@@ -105,6 +109,8 @@ def ask(model: Any, requests: Any, drafts: Any, own: Any = None, **options: Any)
             running.manager.add_request(request, **({} if own is None else {CHOICE: own(i)}))
         running.run()
         outputs = [x.generated_tokens for _, x in sorted(running.outputs.items())]
+        if file is not None:
+            running.manager.save_events(file)
         return outputs, running.manager.report(), [*events]
 
 
@@ -198,14 +204,17 @@ def test_what_lookup_finds_needs_no_assistant_unless_that_is_more_often_right() 
     assert sum(more["accepted"] for *_, more in events if more.get("by") == "assistant") == 0
 
 
-def test_drafts_are_recorded() -> None:
-    model = model_of("Llama", torch.float32)
-    _, report, events = ask(model, copying_requests(5, 1), deepcopy(model))
+def test_drafts_are_recorded(tmp_path: Path) -> None:
+    model, file = model_of("Llama", torch.float32), tmp_path / "events.jsonl"
+    _, report, events = ask(model, copying_requests(5, 1), deepcopy(model), file=file)
     names = {number: more["name"] for _, kind, number, _, more in events if kind == "name"}
     drafts = [(number, more) for _, kind, number, _, more in events if kind == "draft"]
     assert {*names} == {number for number, _ in drafts}
     assert sum(more["drafted"] for _, more in drafts) == report.tokens_drafted
     assert sum(more["accepted"] for _, more in drafts) == report.tokens_accepted
+    assert [x["drafted"] for x in read_lines(file) if x.get("kind") == "draft"] == [
+        more["drafted"] for _, more in drafts
+    ]
     own = sum(more["accepted"] for _, more in drafts if more["by"] == "assistant")
     assert own == report.tokens_assisted > 0
 

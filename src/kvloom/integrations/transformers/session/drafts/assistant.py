@@ -103,8 +103,11 @@ class Assistant:
             new = [*text[past : past + room]]
             count = counts.get(name, 0) if past + len(new) == len(text) else 0
             page = past, tuple(new[:size])
-            if not new or (is_shared and len(new) >= size and page in busy):
-                continue  # the page will be found when another has read it
+            if is_shared and len(new) >= size and page in busy:
+                self.release(name)  # to begin again with what another reads now
+                continue
+            if not new:
+                continue
             if not self._take(state, text, past, past + len(new) + max(count - 1, 0)):
                 continue
             room -= len(new)
@@ -114,22 +117,26 @@ class Assistant:
                 ends[name] = len(text)
         if not rows:
             return {}
-        is_piece = sum(len(new) for *_, new in rows) > 2 * len(rows)
-        logits = self._compute([(x.request_id, past, new) for x, past, new in rows], is_piece)
+        began, num_tokens = perf_counter(), sum(len(new) for *_, new in rows)
+        is_piece = num_tokens > 2 * len(rows)
+        logits = self._compute([(x.request_id, past, new) for x, past, new in rows])
         for state, past, new in rows:
             name, end = state.request_id, past + len(new)
             self._read[name] = _Read(end)
             if is_shared and past // size < end // size:
                 self._cache.requests.publish(name, state.initial_tokens, state.generated_tokens, end)
         drafting = [(i, state) for i, (state, *_) in enumerate(rows) if state.request_id in ends]
+        if not drafting:
+            self._note(num_tokens, began, is_piece)
         while drafting:
             for i, state in drafting:
                 drafted = self._read[state.request_id].drafted
                 drafted.append(_chosen(state, logits[i], ends[state.request_id] + len(drafted)))
+            self._note(num_tokens, began, is_piece)
             states = [x for _, x in drafting if len(self._read[x.request_id].drafted) < counts[x.request_id]]
-            drafting = [*enumerate(states)]
+            drafting, began, num_tokens, is_piece = [*enumerate(states)], perf_counter(), len(states), False
             if drafting:
-                logits = self._compute([self._newest(x.request_id) for x in states], False)
+                logits = self._compute([self._newest(x.request_id) for x in states])
         return {name: self._read[name].drafted for name in ends}
 
     def release(self, name: str) -> None:
@@ -193,9 +200,15 @@ class Assistant:
         read = self._read[name]
         return name, read.num_sure + len(read.drafted) - 1, read.drafted[-1:]
 
-    def _compute(self, rows: Sequence[tuple[str, int, list[int]]], is_piece: bool) -> Tensor:
+    def _note(self, num_tokens: int, began: float, is_piece: bool) -> None:
+        """Note what a forward, and choosing tokens of it, has taken."""
+        self._num_forwards[is_piece] += 1
+        if self._num_forwards[is_piece] > 1:  # the first one also prepares memory and kernels
+            (self.pieces if is_piece else self.costs).note(num_tokens, perf_counter() - began)
+
+    def _compute(self, rows: Sequence[tuple[str, int, list[int]]]) -> Tensor:
         """Logits ``[R, V]`` after the last of the new tokens of each request."""
-        began, cache, device = perf_counter(), self._cache, self._model.device
+        cache, device = self._cache, self._model.device
         positions, ids, ends = list[int](), list[int](), list[int]()
         for name, past, new in rows:
             cache.steps.add(cache.requests[name], past, len(new))
@@ -213,9 +226,6 @@ class Assistant:
             **given,
         )
         self.num_computed += len(ids)
-        self._num_forwards[is_piece] += 1
-        if self._num_forwards[is_piece] > 1:  # the first one also prepares memory and kernels
-            (self.pieces if is_piece else self.costs).note(len(ids), perf_counter() - began)
         logits: Tensor = output.logits[0]
         return logits if self._has_some_logits else logits[last]
 
