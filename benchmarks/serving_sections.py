@@ -99,24 +99,16 @@ def agents_section(result: dict[str, Any]) -> str:
 def session_drafts_section(result: dict[str, Any]) -> str:
     """Sessions with drafts."""
     texts = {"copies": "copies", "other": "copies nothing", "json": "objects of a schema"}
-    head = [
-        "text",
-        "requests",
-        "session",
-        "with drafts",
-        "generate, prompt lookup",
-        "drafted",
-        "accepted",
-        "steps",
-    ]
+    ways = [x for x in dict.fromkeys(x for row in result["rows"] for x in row["over"]) if x != "session"]
+    head = ["text", "requests", "session", *ways, "drafted by lookup", "accepted", "steps"]
     rows = []
     for row in result["rows"]:
-        over = [f"{row['over'][x]:.2f}x" if x in row["over"] else "" for x in [*row["over"], ""][1:3]]
+        over = [f"{row['over'][x]:.2f}x" if x in row["over"] else "" for x in ways]
         rows.append(
             [
                 f"{texts[row['text']]}, {row['dtype']}",
                 str(row["requests"]),
-                f"{next(iter(row['speeds'].values())):.1f}",
+                f"{row['speeds']['session']:.1f}",
                 *over,
                 *(f"{row[x]:,}" for x in ("drafted", "accepted", "steps")),
             ]

@@ -12,9 +12,11 @@ import pytest
 
 from kvloom.cli import main
 from kvloom.errors import ArgumentError
+from kvloom.models import bundled_model_path
 from kvloom.serving import PACKAGES, expect_installed, settings
 from kvloom.serving.settings import Settings, is_loopback, keys_from
 
+BUNDLED = str(bundled_model_path())
 LIGHT = """
 import sys
 for name in {hidden}:
@@ -70,6 +72,8 @@ def test_missing_packages_are_named_with_the_command_that_helps() -> None:
         (["--session-share", "2"], "--session-share must be from 0 to 1, got 2.0"),
         (["--session-seconds", "0"], "--session-seconds must be from 0.01 to 31,536,000, got 0.0"),
         (["--record-text"], "--record-text must be given with --record, got it alone"),
+        (["--drafts", "small"], "--drafts must be given with MODEL if it has a folder, got small alone"),
+        ([BUNDLED, "--drafts", "small"], "model must be a local folder with a config.json, got 'small'"),
         (["--api-key", " "], "--api-key must be printable ASCII"),
         (
             ["--allow-origin", "*"],

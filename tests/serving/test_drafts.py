@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import re
 import urllib.request
+from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from oracles.serving import Served, served
+from oracles.serving import Served, serve, served
+from serving.test_models import other_model
 
 from kvloom.cli import main
+from kvloom.integrations.transformers import load_model
+from kvloom.models import bundled_model_path
+from kvloom.serving.options import add_options
 
 CODE = 'def area(width, height):\n    return width * height\n\n\nPAIRS = {"a": 1, "b": 2, "c": 3}\n'
 COPY = CODE * 3 + CODE[:30]
@@ -64,24 +72,64 @@ def answered(server: Served) -> tuple[dict[str, Any], list[Any]]:
 def test_answers_are_those_without() -> None:
     with served("int4") as server:
         expected, without = answered(server)
-    with served("int4", drafts="lookup") as server:
-        found, usage = answered(server)
-        report = server.session.report()
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
-            metrics = answer.read().decode()
-    assert found == expected
-    assert all(x.completion_tokens_details is None for x in without)
-    assert [(x.prompt_tokens, x.completion_tokens) for x in usage] == [
-        (x.prompt_tokens, x.completion_tokens) for x in without
-    ]
-    details = [x.completion_tokens_details for x in usage if x.completion_tokens_details is not None]
-    accepted = sum(x.accepted_prediction_tokens for x in details)
-    rejected = sum(x.rejected_prediction_tokens for x in details)
-    assert 0 < accepted < report.tokens_accepted  # those of streams, too
-    assert accepted + rejected < report.tokens_drafted
-    for name in ("drafted", "accepted"):
-        [count] = re.findall(rf'^kvloom_{name}_tokens_total{{model="bundled"}} (.*)$', metrics, re.MULTILINE)
-        assert float(count) >= getattr(report, f"tokens_{name}")  # the last stream may still run
+    assistant, _ = load_model(bundled_model_path())
+    for drafts in ("lookup", assistant):
+        with served("int4", drafts=drafts) as server:
+            found, usage = answered(server)
+            report = server.session.report()
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+                metrics = answer.read().decode()
+        assert found == expected
+        assert all(x.completion_tokens_details is None for x in without)
+        assert [(x.prompt_tokens, x.completion_tokens) for x in usage] == [
+            (x.prompt_tokens, x.completion_tokens) for x in without
+        ]
+        details = [x.completion_tokens_details for x in usage if x.completion_tokens_details is not None]
+        accepted = sum(x.accepted_prediction_tokens for x in details)
+        rejected = sum(x.rejected_prediction_tokens for x in details)
+        assert 0 < accepted < report.tokens_accepted  # those of streams, too
+        assert accepted + rejected < report.tokens_drafted
+        for name in ("drafted", "accepted", "assisted"):
+            pattern = rf'^kvloom_{name}_tokens_total{{model="bundled"}} (.*)$'
+            [count] = re.findall(pattern, metrics, re.MULTILINE)
+            assert float(count) >= getattr(report, f"tokens_{name}")  # the last stream may still run
+    assert assistant.config._attn_implementation == "sdpa"
+
+
+def test_the_option_takes_nothing_lookup_or_a_folder(tmp_path: Path) -> None:
+    other_model().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((bundled_model_path() / name).read_bytes())
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    given = {(): None, ("--drafts",): "lookup", ("--drafts", "lookup"): "lookup"}
+    for arguments, drafts in given.items():
+        assert parser.parse_args(["model", *arguments]).drafts == drafts
+
+    def ask(url: str) -> None:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            client.completions.create(model="x", prompt=COPY, max_tokens=8, temperature=0.5)
+        with urllib.request.urlopen(f"{url[:-3]}/metrics") as answer:
+            assert re.search(r"^kvloom_assistant_bytes\S* \S+$", answer.read().decode(), re.MULTILINE)
+
+    model = str(bundled_model_path())
+    assert serve(ask, model, "--name", "x", "--drafts", str(tmp_path)) == (0, "")
+
+
+def test_an_assistant_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    other_model().save_pretrained(tmp_path)
+    text = (bundled_model_path() / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)
+    tokens = vocabulary["model"]["vocab"]
+    first, second = sorted(tokens, key=tokens.get)[-2:]
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    config = (bundled_model_path() / "tokenizer_config.json").read_bytes()
+    (tmp_path / "tokenizer_config.json").write_bytes(config)
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert main(["serve", str(bundled_model_path()), "--drafts", str(tmp_path)]) == 2
+    assert "--drafts must be a model with the tokenizer of the other, got" in said.getvalue()
 
 
 def test_a_request_may_refuse_drafts(capsys: pytest.CaptureFixture[str]) -> None:

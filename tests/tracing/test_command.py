@@ -160,6 +160,7 @@ def test_a_file_of_another_format_is_refused(line: str, tmp_path: Path) -> None:
         {"t": 0, "kind": "release", "request": 1, "pages": ["1"]},
         {"t": -1, "kind": "release", "request": 1, "pages": [1]},
         {"t": 0, "kind": "release", "pages": [1]},
+        {"t": 0, "kind": "draft", "request": 1, "pages": [], "drafted": 3},
     ],
     ids=str,
 )

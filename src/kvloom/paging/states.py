@@ -28,6 +28,10 @@ states                                                 recurrent states after th
                                                        texts, ``nodes``: ``what`` became of them, ``kept``,
                                                        ``read``, ``found`` or ``evicted``
 name                                                   ``name`` of the request
+draft                                                  tokens that a step computed for the request behind its
+                                                       newest one, ``drafted`` ``by`` ``"grammar"``,
+                                                       ``"lookup"`` or ``"assistant"``, and how many of these
+                                                       were ``accepted``
 ==========  =========================================  ====================================================
 """
 

@@ -11,7 +11,7 @@ from kvloom.core.spelling import PACKS, expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.serving import expect_installed
-from kvloom.serving.options import LIMITS
+from kvloom.serving.options import LIMITS, LOOKUP
 from kvloom.serving.settings import MOST, Settings, expect_writable, keys_from
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def serve(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any
         expect_writable("--record", args.record)
     for path in paths.values():
         check_model_folder(path or bundled_model_path())  # before imports that take seconds
+    _expect_drafts(args)
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
     from kvloom.serving import server
 
@@ -96,6 +97,34 @@ def _paths(args: argparse.Namespace) -> dict[str, Path | None]:
     if len(found) > 1 and (args.record is not None or args.chat_template is not None):
         raise ArgumentError("--record and --chat-template must be given with one model, got several")
     return found
+
+
+def _expect_drafts(args: argparse.Namespace) -> None:
+    """Check the folder of ``--drafts``, which may be meant as MODEL if there is none."""
+    if args.drafts not in (None, LOOKUP):
+        if args.model is None and not args.models:
+            raise ArgumentError(
+                f"--drafts must be given with MODEL if it has a folder, got {args.drafts} alone; for this "
+                f"MODEL write {args.drafts} --drafts"
+            )
+        check_model_folder(Path(args.drafts))
+
+
+def _drafts_of(
+    args: argparse.Namespace, tokenizer: Any, load: Callable[[Path | None, str], tuple[Any, Any]]
+) -> Any:
+    """``drafts`` of the session: the assistant, which must have the tokenizer of the model."""
+    if args.drafts in (None, LOOKUP):
+        return args.drafts
+    assistant, other = load(Path(args.drafts), args.dtype)
+    own, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if own != theirs:
+        differ = min(own.items() ^ theirs.items(), key=lambda x: (x[1], x[0]))
+        raise ArgumentError(
+            f"--drafts must be a model with the tokenizer of the other, got {args.drafts}, in which token "
+            f"{differ[1]} differs"
+        )
+    return assistant
 
 
 def _model_of(
@@ -133,7 +162,7 @@ def _model_of(
         batch_invariant=args.batch_invariant,
         pack=PACKS[args.pack],
         store=args.store,
-        drafts="lookup" if args.drafts else None,
+        drafts=_drafts_of(args, tokenizer, load),
         processor=processor,
         picture_tokens=args.picture_tokens,
     )

@@ -11,6 +11,9 @@ from kvloom.serving.settings import KEYS_VARIABLE, PICTURE_TOKENS, Settings
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 """Dtypes of weights and of the computation; ``"auto"`` is that of the file."""
 
+LOOKUP: Final = "lookup"
+"""Value of ``--drafts`` without the folder of an assistant."""
+
 LIMITS: Final = {
     "max_tokens": "new tokens of an answer",
     "max_answers": "answers of a model that are computed or wait at a time; then 429",
@@ -118,8 +121,11 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--drafts",
-        action="store_true",
-        help="steps also verify tokens that came earlier in a request's own text: the same answers, sooner",
+        nargs="?",
+        const=LOOKUP,
+        metavar="PATH",
+        help="steps also verify tokens that came earlier in a request's own text, and with the folder of a "
+        "smaller model with the same tokenizer those that it drafts: the same answers, sooner",
     )
     group.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
 

@@ -80,6 +80,7 @@ _NEEDED: Final[dict[str, tuple[str, ...]]] = {
     "seal": ("nodes",),
     "states": ("what", "nodes"),
     "grow": ("num_pages",),
+    "draft": ("by", "drafted", "accepted"),
 }
 _SAID: Final = ("cause", "at", "time", "by", "more", "what")
 

@@ -9,7 +9,7 @@ from kvloom.errors import KVError, UnsupportedError
 from kvloom.integrations.transformers.models.cache_argument import attends_to_encoder, why_half
 from kvloom.integrations.transformers.models.layer_specs import LayerSpec, expect_use, layers_of, sources_of
 from kvloom.integrations.transformers.models.text_config import has_latents, text_config_of
-from kvloom.integrations.transformers.session import expect_served, expect_stored
+from kvloom.integrations.transformers.session.served import expect_served, expect_stored
 
 USES: Final = (
     "KVCache",

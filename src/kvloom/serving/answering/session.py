@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
 from kvloom.errors import ArgumentError, StateError
@@ -71,7 +71,7 @@ class ServingSession:
         batch_invariant: bool | None = None,
         pack: bool | str = False,
         store: KVStore | Sequence[str] | None = None,
-        drafts: str | None = None,
+        drafts: PreTrainedModel | str | None = None,
         processor: Any = None,
         picture_tokens: int = PICTURE_TOKENS,
     ) -> None:

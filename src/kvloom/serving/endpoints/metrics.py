@@ -27,10 +27,11 @@ _GAUGES: Final = (
     ("kvloom_state_bytes", "Recurrent states of running requests.", "state_bytes"),
     ("kvloom_found_state_bytes", "Allocated for states that are found.", "found_state_bytes"),
     ("kvloom_page_tokens", "Tokens in a page.", "page_size"),
+    ("kvloom_assistant_bytes", "Allocated for pages of an assistant.", "assistant.nbytes"),
     ("kvloom_packed_bytes", "Of packed weights, beside or instead of the others.", "packed_bytes"),
     ("kvloom_batch_invariant", "1 if company changes no bit of an answer.", "batch_invariant"),
 )
-"""Names, help texts, and fields of the report, or of the session or store if prefixed with their name."""
+"""Names, help texts, and fields of the report, or of the session, store or assistant by its name."""
 
 _COUNTERS: Final = (
     ("kvloom_prompt_tokens", "Tokens of prompts that were looked up.", "tokens_asked"),
@@ -42,6 +43,7 @@ _COUNTERS: Final = (
     ("kvloom_computed_tokens", "Tokens that went through the model.", "tokens_computed"),
     ("kvloom_drafted_tokens", "Drafted tokens among them.", "tokens_drafted"),
     ("kvloom_accepted_tokens", "Drafted tokens that were chosen.", "tokens_accepted"),
+    ("kvloom_assisted_tokens", "Those that an assistant had drafted.", "tokens_assisted"),
     ("kvloom_steps", "Forwards of the model.", "steps"),
     ("kvloom_preemptions", "How often a request lost its pages to others.", "preemptions"),
     ("kvloom_session_restarts", "How often the session died and began again.", "session.num_restarts"),
@@ -113,8 +115,8 @@ class _SessionCollector(Collector):
 
 
 def _value(report: BatchReport, session: ServingSession, field: str) -> float:
-    """Value of a field; 0 for a field of a missing store."""
+    """Value of a field; 0 for a field of a missing store or assistant."""
     owner, _, name = field.rpartition(".")
-    if owner == "store":
-        return float(report.store.get(name, 0))
+    if owner in ("store", "assistant"):
+        return float(getattr(report, owner).get(name, 0))
     return float(getattr(session if owner == "session" else report, name))

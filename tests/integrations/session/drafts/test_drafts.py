@@ -247,7 +247,7 @@ def test_a_step_has_room_for_prompts_first() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"drafts": "mtp"}, ArgumentError, "^drafts must be 'lookup' or None, got 'mtp'"),
+        ({"drafts": "mtp"}, ArgumentError, "^drafts must be 'lookup', a PreTrainedModel or None, got 'mtp'"),
         (
             {"drafts": "lookup", "batch_invariant": False},
             ArgumentError,

@@ -32,6 +32,12 @@ def text_config_of(model: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def num_tokens_of(model: Any) -> int:
+    """Number of tokens that a model takes: the rows of its embedding."""
+    embedding = model.get_input_embeddings()
+    return int(getattr(embedding, "weight", embedding).shape[0])
+
+
 def token_ids_in(value: Any) -> list[int]:
     """Ids that a field such as ``eos_token_id`` names: a number, several of them, a tensor, or ``None``."""
     if isinstance(value, Tensor):

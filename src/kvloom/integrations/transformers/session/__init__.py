@@ -6,30 +6,24 @@ Importing this package imports only what every transformers has; the rest needs 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import transformers
 from transformers import PreTrainedModel
 
 from kvloom.core.checks import expect_range
-from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers.attention.latents import expect_absorbed
+from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.formats import cache_format
-from kvloom.integrations.transformers.cache.trial import why_wrong_in_pieces
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
-from kvloom.integrations.transformers.models.layer_specs import expect_use
-from kvloom.integrations.transformers.models.text_config import has_latents, names_rank, text_config_of
+from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.session.drafts import expect_drafts, expect_verifiable
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap, RequestPages
-from kvloom.integrations.transformers.session.requests.groups import stateful_layers_of
+from kvloom.integrations.transformers.session.served import SESSIONS, expect_served, expect_stored
 from kvloom.integrations.transformers.versions import IS_4, OLDEST
 from kvloom.paging import expect_policy
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
 
-__all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
+__all__ = ["OLDEST", "SESSIONS", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
 
-SESSIONS: Final = "init_continuous_batching"
-"""Name of the method of a model that makes a session."""
 _MANAGER: Final = "_cached_continuous_batching_manager"
 
 
@@ -45,7 +39,7 @@ def continuous_batching(
     pack: bool | str = False,
     state_interval: int | None = None,
     store: "KVStore | str | Sequence[str] | None" = None,
-    drafts: str | None = None,
+    drafts: PreTrainedModel | str | None = None,
 ) -> Any:
     """Let the continuous batching of a model keep its tokens in pages and attend to them in place.
 
@@ -77,17 +71,20 @@ def continuous_batching(
         drafts: ``"lookup"`` lets steps also compute up to 15 tokens after the newest one of a request: those
             that followed where its last tokens came before in its prompt and answer. They are verified, so
             tokens and log probabilities have the bits that they have without. It needs a CPU, batch
-            invariance and no recurrent states; sessions with ``do_sample`` are refused.
+            invariance and no recurrent states; sessions with ``do_sample`` are refused. A smaller
+            ``PreTrainedModel`` with the same tokens also writes drafts, as an assistant, where lookup finds
+            none or is less often right. It has as many pages as the session, and its own attention and
+            layers between sessions.
 
     Returns:
         ``model``.
 
     Raises:
-        ArgumentError: ``model`` is no model, ``store`` is no URL of a store or ``share`` is false with it, or
-            as ``KVCache.for_model``; nothing was changed.
+        ArgumentError: ``model`` is no model, ``store`` is no URL of a store or ``share`` is false with it,
+            ``drafts`` has other tokens, or as ``KVCache.for_model``; nothing was changed.
         ModuleNotFoundError: a library that the store needs is not installed; nothing was changed.
-        UnsupportedError: the model or this version of transformers is not supported, or a few tokens in a
-            session have other logits than in a plain forward; nothing was changed.
+        UnsupportedError: the model, its assistant or this version of transformers is not supported, or a few
+            tokens in a session have other logits than in a plain forward; nothing was changed.
         StateError: a session of the model is running; nothing was changed.
     """
     if not isinstance(model, PreTrainedModel):
@@ -118,6 +115,8 @@ def continuous_batching(
     from kvloom.integrations.transformers.session.self_check import expect_same_logits
 
     expect_same_logits(model)
+    if isinstance(drafts, PreTrainedModel):
+        expect_same_logits(drafts)
     _forget_session(model)
     if pack:
         hold_layers(model, SESSIONS, wish)
@@ -181,47 +180,12 @@ class _Init:
             return kept
         expect_same_logits(self._model)  # the model may have other weights or another dtype by now
         configs = generation_config, continuous_batching_config, workload_hints
+        if isinstance(self._options["drafts"], PreTrainedModel):
+            expect_same_logits(self._options["drafts"])
         manager = BatchingManager(self._model, *configs, **self._options)
         if self._options["drafts"] is not None:
             expect_verifiable(manager)
         return manager
-
-
-def expect_served(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for models that transformers' continuous batching, or ours, does not support."""
-    if IS_4:
-        raise UnsupportedError(
-            f"continuous batching must have transformers {OLDEST} or newer, got {transformers.__version__}"
-        )
-    name, config = type(model).__name__, text_config_of(model)
-    if not hasattr(type(model), SESSIONS):
-        raise UnsupportedError(f"model must have continuous batching, which {name} has not")
-    expect_use(model, "session")
-    is_loaded = all(x.device.type != "meta" for x in model.parameters())
-    is_stateful = stateful_layers_of(model) is not None
-    if is_stateful and is_loaded and (why := why_wrong_in_pieces(model)):
-        raise UnsupportedError(why)
-    if has_latents(config):
-        expect_absorbed(model)
-    elif names_rank(config) and config.kv_lora_rank:
-        raise UnsupportedError(
-            f"model must cache its latents, which {name} of transformers {transformers.__version__} expands "
-            "before"
-        )
-    if not model._can_set_attn_implementation():
-        raise UnsupportedError(
-            f"model must take its attention from AttentionInterface, which {name} does not"
-        )
-    if getattr(model, "_device_mesh", None) is not None or getattr(model, "tp_size", None) not in (None, 1):
-        raise UnsupportedError(f"model must be on one device, got tensor parallelism in {name}")
-
-
-def expect_stored(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for models whose sessions have no store."""
-    if stateful_layers_of(model) is not None:
-        raise UnsupportedError(
-            f"store must be None for a model with recurrent states, got {type(model).__name__}"
-        )
 
 
 def _forget_session(model: PreTrainedModel) -> None:

@@ -55,8 +55,10 @@ class BatchCache(CacheOfMixers):
         steps: The steps.
         codes: Groups of all layers that keep keys and values.
         residuals: Groups of residual windows.
+        assistant: ``Assistant`` with pages of its own; set after construction; ``None`` for none.
     """
 
+    assistant: Any = None
     index = 0
     layer_type = KIND
     max_blocks_per_request = 0  # no block table: the pages of a step are in the step
@@ -126,6 +128,8 @@ class BatchCache(CacheOfMixers):
                 "tokens_computed": steps.num_tokens,
                 "tokens_drafted": steps.num_drafted,
                 "tokens_accepted": steps.num_accepted,
+                "tokens_assisted": steps.num_assisted,
+                "assistant": {} if self.assistant is None else self.assistant.report(),
                 "window_bytes": sum(group.pages.nbytes for group in self.codes[1:]),
                 "recent_bytes": sum(group.pages.nbytes for group in self.residuals),
                 "state_bytes": nbytes_of(requests.states),
@@ -172,11 +176,15 @@ class BatchCache(CacheOfMixers):
             no_cache: Whether the request is preempted.
         """
         self.requests.release(request_id, no_cache)
+        if self.assistant is not None:
+            self.assistant.release(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Release the pages of all requests, and with ``clear_ledgers`` evict all findable pages."""
         self.requests.release_all(clear_ledgers)
         self.steps.clear()
+        if self.assistant is not None:
+            self.assistant.release_all(clear_ledgers)
 
     def reset(self) -> None:
         """Release and evict all pages."""

@@ -6,7 +6,7 @@ from typing import Any, Final
 from transformers import ContinuousBatchingConfig
 
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.session.scheduler import scheduler_class
+from kvloom.integrations.transformers.models.text_config import num_tokens_of
 
 # Fields of a ContinuousBatchingConfig that are not supported unless they are None, False or 0.
 _REFUSED: Final = (
@@ -29,7 +29,6 @@ def expect_config(config: Any) -> None:
         )
     for name in ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"):
         _expect_positive(name, getattr(config, name))
-    scheduler_class(config.scheduler_type)
     for name in _REFUSED:
         value = getattr(config, name, None)
         if value is None and name == "cpu_offload_space":
@@ -46,8 +45,7 @@ def _expect_positive(name: str, value: Any) -> None:
 
 def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
     """Raise ArgumentError, with the argument ``name``, for a token without a row in the model's embedding."""
-    embedding = model.get_input_embeddings()
-    num_rows = getattr(embedding, "weight", embedding).shape[0]
+    num_rows = num_tokens_of(model)
     for token in {min(tokens), max(tokens)}:
         if not 0 <= token < num_rows:
             raise ArgumentError(

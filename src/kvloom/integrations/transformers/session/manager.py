@@ -32,6 +32,7 @@ from kvloom.integrations.transformers.session.choices.penalties import text_apar
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
 from kvloom.integrations.transformers.session.drafts import expect_drafts
 from kvloom.integrations.transformers.session.drafts.drafter import Drafter
+from kvloom.integrations.transformers.session.drafts.lent import LentModel, expect_free
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
 from kvloom.integrations.transformers.session.requests.groups import (
@@ -109,14 +110,17 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         wish: Wish = NO_WISH,
         state_interval: int | None = None,
         store: KVStore | None = None,
-        drafts: str | None = None,
+        drafts: PreTrainedModel | str | None = None,
     ) -> None:
         expect_policy(policy)
         expect_drafts(model, drafts, wish, generation_config or model.generation_config)
+        if isinstance(drafts, PreTrainedModel) and drafts is not model:
+            expect_free(drafts)
         self._wish, self._store, self._drafts = wish, store, drafts
         self._identity: tuple[str, Any] | None = None
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         expect_config(config)
+        scheduler_class(config.scheduler_type)
         text = text_config_of(model)
         if has_latents(text):
             expect_absorbed(model)
@@ -144,6 +148,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             if why_wrong:
                 raise UnsupportedError(why_wrong)
             watch_mixers(model)
+        self._lent: LentModel | None = None
+        if isinstance(drafts, PreTrainedModel):
+            layers = wish._replace(batch_invariant=False, attention=False)
+            self._lent = LentModel(drafts, model, config.page_size, self._holder, layers)
         stepped = Attending(model) if self._stateful is not None else model
         config = replace(config, max_blocks_per_request=0)
         configs = {"generation_config": generation, "continuous_batching_config": config}
@@ -157,6 +165,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the attention that reads these pages; ``stop`` restores the one before."""
         model = model.attending if isinstance(model, Attending) else model
+        if self._lent is not None:
+            self._lent.begin()
         hold_layers(model, self._holder, self._wish)
         if not hasattr(self, "_watch"):
             self._watch = ModelWatch(model)  # made after the layers were changed for the session
@@ -192,8 +202,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             self.release()
 
     def release(self) -> None:
-        """Restore the layers of the model as they were before the session, as ``stop`` does."""
+        """Restore the layers of the model, and its assistant, as before the session; ``stop`` does so."""
         release_layers(self.model, self._holder)
+        if self._lent is not None:
+            self._lent.end()
 
     @property
     def _holder(self) -> str:
@@ -344,8 +356,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         scheduler.fail = processor._handle_request_error
         scheduler.most_positions = self.most_positions
         if self._drafts is not None:
-            scheduler.drafter = Drafter(cache.requests)
-            processor.note_time = scheduler.drafter.costs.note
+            scheduler.drafter = drafter = Drafter(cache.requests, cache.assistant)
+            processor.note_time, processor.note_drafts = drafter.costs.note, drafter.note
         return processor
 
     def _make_cache(self) -> BatchCache:
@@ -361,7 +373,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
                 specs = [x for own in self._specs.values() for x in own]
-                limits, max_pages = limits.fitted(int(free * config.max_memory_percent), specs)
+                room, own_bytes = free * config.max_memory_percent, page_bytes(self._layers, self._format)
+                if self._lent is not None:  # a page of the assistant beside each of the session
+                    room *= own_bytes / (own_bytes + self._lent.page_bytes)
+                limits, max_pages = limits.fitted(int(room), specs)
                 config.max_requests_per_batch = limits.num_requests
         cache = BatchCache(
             text,
@@ -375,6 +390,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             states=self._make_states(max_pages) if self._share and self._stateful is not None else None,
             agents=self.agents,
         )
+        if self._lent is not None:
+            cache.assistant = self._lent.assistant(max_pages, limits, self._share, self._policy)
         self._put_below(cache)
         return cache
 

@@ -51,6 +51,7 @@ class BatchReport:
         tokens_computed: Number of tokens in these forwards.
         tokens_drafted: Number of drafted tokens among them.
         tokens_accepted: Number of drafted tokens that were chosen; each saved a step of its request.
+        tokens_assisted: Number of these that an assistant had drafted.
         window_bytes: Bytes allocated for the layers of other windows, beside these pages.
         recent_bytes: Bytes allocated for residual windows, of running requests and of texts that can be
             found; 0 without ``recent``.
@@ -62,6 +63,8 @@ class BatchReport:
         not_packed: Numbers of linear layers that could not be packed, by the reason.
         smoothing: Layers by the reason that says how their keys are smoothed.
         store: Report of the store below the pages, as ``KVStore.report``.
+        assistant: Pages of an assistant, of as many tokens: ``max_pages``, ``num_pages``, ``active``,
+            ``evictable`` and their ``nbytes``; and ``tokens_computed`` by it. Empty without one.
     """
 
     kv: str
@@ -84,6 +87,7 @@ class BatchReport:
     tokens_computed: int = 0
     tokens_drafted: int = 0
     tokens_accepted: int = 0
+    tokens_assisted: int = 0
     window_bytes: int = 0
     recent_bytes: int = 0
     state_bytes: int = 0
@@ -94,6 +98,7 @@ class BatchReport:
     not_packed: dict[str, int] = field(default_factory=dict)
     smoothing: dict[str, list[int]] = field(default_factory=dict)
     store: dict[str, Any] = field(default_factory=dict)
+    assistant: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,36 @@
 """``Drafter``: which requests of a step have drafts, and of how many tokens."""
 
 from collections import Counter
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
+from kvloom.integrations.transformers.session.drafts.assistant import Assistant
+from kvloom.integrations.transformers.session.drafts.assisting import DELAY, MOST, Assisting, Candidate
 from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.integrations.transformers.session.drafts.guesses import Guesses
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
 from kvloom.integrations.transformers.session.steps.drafted import DraftedRequest
 
-MOST: Final = 15
-"""Largest number of drafted tokens of a request in a step. Attention to up to 16 new tokens of a request has
-the bits of attention to one, also in bfloat16 on processors with AMX."""
-_DELAY: Final = 1 / 8
-"""Largest part by which drafts may lengthen a step in which a request has none, such as a prompt."""
-
 
 class Drafter:
     """Adds drafts to the requests of steps that have been scheduled.
 
+    A draft is what a grammar forces, else what lookup finds, else what an assistant writes. The assistant is
+    also asked where lookup finds something, if it is more often right.
+
     Args:
         requests: Requests of the session.
+        assistant: The assistant; ``None`` for lookup alone.
 
     Attributes:
         costs: Times of steps, which whoever computes them notes.
+        assisting: What asks the assistant; ``None`` without one.
     """
 
-    def __init__(self, requests: SessionRequests) -> None:
+    def __init__(self, requests: SessionRequests, assistant: Assistant | None = None) -> None:
         self._requests, self.costs = requests, Costs()
+        self.assisting = None if assistant is None else Assisting(assistant, self.costs)
 
     def add(self, scheduled: list[Any], num_tokens: int, room: int) -> int:
         """Replace scheduled requests that have drafts by ``DraftedRequest``.
@@ -42,23 +45,31 @@ class Drafter:
         """
         drafts = dict[int, tuple[list[int], float]]()
         for i, request in enumerate(scheduled):
-            state = request.state
-            most = min(MOST, state._new_tokens_limit - state.generated_len() - 1)
-            is_decoding = request.has_new_token and state.generated_tokens
-            if room > 0 and most > 0 and is_decoding and _may_draft(state):
-                draft, odds = self._guess(state, most)
+            most = _most_of(request.state)
+            if room > 0 and most > 0 and _is_drafted(request):
+                draft, odds = self._guess(request.state, most)
                 if draft:
                     drafts[i] = draft, odds
+        num_new = sum(x.has_new_token for x in scheduled)
+        assisted, taken = self._ask(scheduled, drafts, num_new, num_tokens, room)
+        drafts |= assisted
         if not drafts:
             return 0
-        num_new = sum(x.has_new_token for x in scheduled)
         is_among_others, added = len(drafts) < len(scheduled), 0
-        for i, count in self.counts(drafts, num_new, num_tokens, room, is_among_others).items():
+        for i, count in self.counts(drafts, num_new, num_tokens, room, is_among_others, taken).items():
             draft = drafts[i][0][:count]
             if self._has_pages(scheduled[i].state, count, len(scheduled)):
-                scheduled[i] = DraftedRequest(scheduled[i], draft)
+                is_forced = self._guesses_of(scheduled[i].state).is_forced
+                by = "assistant" if i in assisted else "grammar" if is_forced else "lookup"
+                scheduled[i] = DraftedRequest(scheduled[i], draft, by)
                 added += count
         return added
+
+    def note(self, drafted: Sequence[DraftedRequest]) -> None:
+        """Note what became of the drafts of a step."""
+        if self.assisting is not None:
+            own = [x for x in drafted if x.by == "assistant"]
+            self.assisting.note(sum(len(x.draft) for x in own), sum(x.num_accepted for x in own))
 
     def counts(
         self,
@@ -67,6 +78,7 @@ class Drafter:
         num_tokens: int,
         room: int,
         is_among_others: bool,
+        taken: float = 0.0,
     ) -> Counter[int]:
         """Numbers of drafted tokens with which a step is expected to make most tokens a second.
 
@@ -77,11 +89,12 @@ class Drafter:
             num_tokens: Number of tokens that it computes without them.
             room: Largest number of drafted tokens.
             is_among_others: Whether a request has no draft, and would only be delayed.
+            taken: Seconds that an assistant has taken for the drafts.
         """
         counts, token = Counter[int](), self.costs.token
         expected, seconds = float(num_new), self.costs.fixed + token * num_tokens
         if is_among_others and token > 0:
-            room = min(room, int(_DELAY * seconds / token))
+            room = max(min(room, int((DELAY * seconds - taken) / token)), 0)
         gains = [(odds**n, i) for i, (draft, odds) in drafts.items() for n in range(1, len(draft) + 1)]
         for gain, i in sorted(gains, key=lambda x: -x[0])[:room]:
             if gain * seconds < expected * token:
@@ -92,11 +105,41 @@ class Drafter:
 
     def _guess(self, state: Any, most: int) -> tuple[list[int], float]:
         """A draft for a request, and its odds: what a grammar forces, or what came before in its text."""
+        guesses = self._guesses_of(state)
+        return guesses.after(state.generated_tokens, most, _forced(state)), guesses.odds
+
+    def _guesses_of(self, state: Any) -> Guesses:
         held = self._requests[state.request_id]
         if held.guesses is None:
             held.guesses = Guesses(state.initial_tokens)
         guesses: Guesses = held.guesses
-        return guesses.after(state.generated_tokens, most, _forced(state)), guesses.odds
+        return guesses
+
+    def _ask(
+        self,
+        scheduled: list[Any],
+        drafts: dict[int, tuple[list[int], float]],
+        num_new: int,
+        num_tokens: int,
+        room: int,
+    ) -> tuple[dict[int, tuple[list[int], float]], float]:
+        """Drafts of the assistant, and seconds that they took, for requests without a better one."""
+        if self.assisting is None:
+            return {}, 0.0
+        candidates = dict[int, Candidate]()
+        for i, request in enumerate(scheduled):
+            state, guesses = request.state, self._guesses_of(request.state)
+            odds, is_prompt = guesses.odds_of_assistant, not _is_drafted(request)
+            if _most_of(state) > 0 and (i not in drafts or (not guesses.is_forced and odds > drafts[i][1])):
+                candidates[i] = Candidate(state, _most_of(state), odds, is_prompt)
+        is_delaying = len(drafts.keys() | candidates.keys()) < len(scheduled)
+        found, taken = self.assisting.drafts([*candidates.values()], num_new, num_tokens, room, is_delaying)
+        own = dict[int, tuple[list[int], float]]()
+        for i, candidate in candidates.items():
+            if candidate.state.request_id in found:
+                own[i] = found[candidate.state.request_id], candidate.odds
+                self._guesses_of(candidate.state).assist(own[i][0])
+        return own, taken
 
     def _has_pages(self, state: Any, count: int, num_requests: int) -> bool:
         """Take pages for a draft, but none that an answer of this step may need for its next token."""
@@ -111,10 +154,17 @@ class Drafter:
             return False
 
 
-def _may_draft(state: Any) -> bool:
-    """Whether the sender of a request lets it have drafts."""
+def _most_of(state: Any) -> int:
+    """Largest number of tokens that a draft of a request may have."""
+    return int(min(MOST, state._new_tokens_limit - state.generated_len() - 1))
+
+
+def _is_drafted(request: Any) -> bool:
+    """Whether a scheduled request has a newest token to draft behind, and its sender lets it have drafts."""
+    state = request.state
     choice = state.logit_processor_kwargs.get(CHOICE)
-    return choice is None or choice.may_draft
+    may_draft = choice is None or choice.may_draft
+    return bool(may_draft and request.has_new_token and state.generated_tokens)
 
 
 def _forced(state: Any) -> list[int]:

@@ -37,18 +37,27 @@ class Guesses:
 
     Args:
         prompt: Tokens of the prompt.
+
+    Attributes:
+        is_forced: Whether the newest guess is what a grammar forces.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._lookup, self._num_prompt = TextLookup(prompt), len(prompt)
-        self._of_lookup, self._of_resumed, self._of_forced = _Judged(), _Judged(), _Judged()
-        self._newest: list[int] = []
-        self._kind = self._of_lookup
+        self._of_lookup, self._of_resumed = _Judged(), _Judged()
+        self._of_forced, self._of_assistant = _Judged(), _Judged()
+        self._newest = list[tuple[_Judged, list[int]]]()
+        self.is_forced = False
 
     @property
     def odds(self) -> float:
-        """Probability that a token of the newest guess is right if all before it are."""
-        return self._kind.odds
+        """Probability that a token of the newest guess of ``after`` is right if all before it are."""
+        return (self._of_forced if self.is_forced else self._of_lookup).odds
+
+    @property
+    def odds_of_assistant(self) -> float:
+        """The same for a guess of the assistant."""
+        return self._of_assistant.odds
 
     def after(self, generated: Sequence[int], most: int, forced: Sequence[int] = ()) -> list[int]:
         """Guess what follows the present text.
@@ -60,12 +69,18 @@ class Guesses:
         """
         new = generated[len(self._lookup) - self._num_prompt :]
         self._lookup.extend(new)
-        if self._newest and new:
-            compared = min(len(new), len(self._newest))
-            right = next((i for i in range(compared) if new[i] != self._newest[i]), compared)
-            self._kind.note(right, min(right + 1, compared))
-        self._newest, self._kind = [*forced[:most]], self._of_forced
+        for judged, guess in self._newest if new else ():
+            compared = min(len(new), len(guess))
+            right = next((i for i in range(compared) if new[i] != guess[i]), compared)
+            if compared:
+                judged.note(right, min(right + 1, compared))
+        self.is_forced, guess, kind = bool(forced), [*forced[:most]], self._of_forced
         if not forced:
-            self._newest = self._lookup.draft(most)
-            self._kind = self._of_resumed if self._lookup.is_resumed else self._of_lookup
-        return self._newest
+            guess = self._lookup.draft(most)
+            kind = self._of_resumed if self._lookup.is_resumed else self._of_lookup
+        self._newest = [(kind, guess)]
+        return guess
+
+    def assist(self, draft: list[int]) -> None:
+        """Let a draft of the assistant be judged beside the newest guess."""
+        self._newest.append((self._of_assistant, draft))

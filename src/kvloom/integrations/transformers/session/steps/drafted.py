@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestStatus
 
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
+from kvloom.paging import Events
 
 
 class DraftedRequest(FutureRequestState):  # type: ignore[misc]
@@ -29,14 +30,15 @@ class DraftedRequest(FutureRequestState):  # type: ignore[misc]
         draft: The drafted tokens.
         first: Index of the logits after the first drafted token among those after all drafted tokens.
         num_accepted: Number of drafted tokens that were chosen.
+        by: What made the draft: ``"grammar"``, ``"lookup"`` or ``"assistant"``.
     """
 
-    __slots__ = ("draft", "first", "num_accepted")
+    __slots__ = ("by", "draft", "first", "num_accepted")
 
-    def __init__(self, request: Any, draft: list[int]) -> None:
+    def __init__(self, request: Any, draft: list[int], by: str) -> None:
         count = request.query_length + len(draft)
         super().__init__(request.state, request.has_new_token, request.complete_blocks, count)
-        self.draft, self.first, self.num_accepted = draft, 0, 0
+        self.draft, self.by, self.first, self.num_accepted = draft, by, 0, 0
         request.state.tokens_to_process = [*request.state.tokens_to_process, *draft]
 
     def accepts(self) -> bool:
@@ -54,12 +56,15 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
 
     Attributes:
         note_time: Called with the number of tokens of each step without prompts, and its seconds.
+        note_drafts: Called with the drafted requests of each step, after what was not chosen is taken back.
     """
 
     note_time: Callable[[int, float], None] | None = None
+    note_drafts: Callable[[Sequence[DraftedRequest]], None] | None = None
     _drafted: Sequence[DraftedRequest] = ()
     _behind: Sequence[int] = ()  # indices of drafted tokens among those of the step
     _kept: "_KeepingModel | None" = None
+    _recorded: "tuple[Events | None, list[int]]" = None, []  # and the numbers of drafted requests in it
 
     def prepare_next_batch(self) -> bool:
         """Prepare as transformers does; the first token of each request is chosen before its draft."""
@@ -80,6 +85,9 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
                         x.state.position_offset -= len(x.draft)
                 indices.copy_(torch.tensor(ends))
                 self._behind = behind
+                with (requests := self.cache.requests).lock:
+                    numbers = [requests[x.state.request_id].table.request for x in self._drafted]
+                    self._recorded = requests.pages.pool.events, numbers
         return is_ready
 
     def _generation_step(self, model: Any) -> None:
@@ -104,8 +112,23 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
                 if counts is not None:
                     counts.num_drafted += len(x.draft)
                     counts.num_accepted += x.num_accepted
+            self.cache.steps.num_assisted += x.num_accepted if x.by == "assistant" else 0
             self.cache.requests.take_back(x.state.request_id, x.state.current_len())
+        if self._drafted:
+            self._record()
+        if self.note_drafts is not None:
+            self.note_drafts(self._drafted)
         self._drafted, self._behind, self._kept = (), [], None
+
+    def _record(self) -> None:
+        """Record the drafts of this step as events of their requests, in the recording of its beginning."""
+        (events, numbers), requests = self._recorded, self.cache.requests
+        with requests.lock:
+            if events is None or events is not requests.pages.pool.events:
+                return
+            for x, number in zip(self._drafted, numbers, strict=True):
+                events.request = number
+                events.note("draft", [], by=x.by, drafted=len(x.draft), accepted=x.num_accepted)
 
     @torch.no_grad()
     def _choose(self, accepted: Sequence[DraftedRequest]) -> None:

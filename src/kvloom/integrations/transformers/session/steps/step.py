@@ -52,6 +52,7 @@ class Steps:
         num_tokens: Number of tokens in them.
         num_drafted: Number of drafted tokens among these.
         num_accepted: Number of drafted tokens that were chosen.
+        num_assisted: Number of these that an assistant had drafted.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Steps:
         numbered = enumerate(residuals, len(codes))
         self._residuals = {i: (n, x) for n, own in numbered for i, x in own.storages.items()}
         self._lock = lock
-        self.num_steps = self.num_tokens = self.num_drafted = self.num_accepted = 0
+        self.num_steps = self.num_tokens = self.num_drafted = self.num_accepted = self.num_assisted = 0
         self.clear()
 
     def clear(self) -> None:
