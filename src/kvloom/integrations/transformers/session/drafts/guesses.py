@@ -50,6 +50,13 @@ class Guesses:
         """Probability that a token of the newest guess is right if all before it are."""
         return self._kind.odds
 
+    def take_back(self, num_generated: int) -> None:
+        """Forget new tokens after the first ``num_generated``, and the newest guess, which followed them."""
+        size = self._num_prompt + num_generated
+        if size < len(self._lookup):
+            self._lookup.truncate(size)
+            self._newest = []
+
     def after(self, generated: Sequence[int], most: int, forced: Sequence[int] = ()) -> list[int]:
         """Guess what follows the present text.
 

@@ -61,6 +61,15 @@ class TextLookup:
             self._before.append(self._newest[bucket])
             self._newest[bucket] = end
 
+    def truncate(self, size: int) -> None:
+        """Remove the tokens after the first ``size``."""
+        while len(self._text) > size:
+            end = len(self._text) - 1
+            before = self._before.pop()
+            if end >= SHORTEST - 1:
+                self._newest[self._bucket(end)] = before
+            self._text.pop()
+
     def draft(self, most: int) -> list[int]:
         """Tokens that followed where the last tokens came before; empty if they never did.
 
