@@ -10,6 +10,7 @@ import pytest
 from kvloom.integrations.transformers.session.drafts.text_lookup import (
     CANDIDATES,
     LONGEST,
+    RESUMED,
     SHORTEST,
     TextLookup,
 )
@@ -18,22 +19,33 @@ from kvloom.integrations.transformers.session.drafts.text_lookup import (
 def searched(lookup: TextLookup, text: Sequence[int], most: int) -> list[int]:
     """What ``draft`` says, by a search of the text."""
     size = len(text)
-    tail = list(text[size - SHORTEST :])
-    alike = [n for n in range(SHORTEST, size) if lookup._bucket(n - 1) == lookup._bucket(size - 1)]
-    ends = [n for n in alike[::-1][:CANDIDATES] if list(text[n - SHORTEST : n]) == tail]
-
-    def length(end: int) -> int:
-        count = 0
-        while count < min(end, LONGEST) and text[end - 1 - count] == text[size - 1 - count]:
-            count += 1
-        return count
-
-    if not ends or size <= SHORTEST:
+    if size <= SHORTEST:
         return []
-    best = max(ends, key=lambda end: (length(end), end))
+
+    def place(size: int, least: int) -> int | None:
+        """The place behind the longest match of the first ``size`` tokens' last ones."""
+        alike = [n for n in range(SHORTEST, size) if lookup._bucket(n - 1) == lookup._bucket(size - 1)]
+        lengths = dict.fromkeys(alike[::-1][:CANDIDATES], 0)
+        for end in lengths:
+            while (
+                lengths[end] < min(end, LONGEST)
+                and text[end - 1 - lengths[end]] == text[size - 1 - lengths[end]]
+            ):
+                lengths[end] += 1
+        ends = [n for n in lengths if lengths[n] >= least]
+        return max(ends, key=lambda end: (lengths[end], end)) if ends else None
+
+    behind = place(size, SHORTEST)
+    for gap in range(1, SHORTEST + 1):
+        if behind is None and size - gap >= SHORTEST:
+            found = place(size - gap, RESUMED)
+            if found is not None and list(text[found + 1 : found + gap]) == list(text[size - gap + 1 :]):
+                behind = found + gap
+    if behind is None:
+        return []
     longer = list(text)
     while len(longer) < size + most:
-        longer.append(longer[best + len(longer) - size])
+        longer.append(longer[behind + len(longer) - size])
     return longer[size : size + most]
 
 
@@ -48,6 +60,8 @@ def test_a_draft_is_what_a_search_finds(num_ids: int) -> None:
             if text and draw.random() < 0.3:
                 start = draw.randrange(len(text))
                 new = text[start : start + draw.randrange(100)]
+                if new and draw.random() < 0.5:
+                    new[-1 - draw.randrange(min(len(new), 5))] = draw.randrange(num_ids)
             lookup.extend(new)
             text += new
             most = draw.randrange(12)
@@ -59,6 +73,14 @@ def test_the_longest_match_wins_over_the_newest() -> None:
     text = [9, 1, 2, 3, 7, 0, 8, 1, 2, 3, 6, 0, 9, 1, 2, 3]
     assert TextLookup(text).draft(1) == [7]
     assert TextLookup(text[1:]).draft(1) == [6] and TextLookup(text[7:]).draft(3) == [6, 0, 9]
+
+
+def test_a_copy_goes_on_behind_a_token_that_it_changes() -> None:
+    text = [*range(10, 30), *range(50, 53), *range(10, 20), 7]
+    assert TextLookup(text).draft(3) == [21, 22, 23]
+    assert TextLookup([*text, 21]).draft(3) == [22, 23, 24]
+    assert TextLookup([*text, 9]).draft(3) == []  # it goes on otherwise
+    assert TextLookup([*range(10, 30), *range(13, 20), 7]).draft(3) == []  # 7 tokens say too little
 
 
 def test_a_repetition_goes_on() -> None:

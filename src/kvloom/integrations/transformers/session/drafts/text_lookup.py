@@ -14,6 +14,8 @@ _Ids = TypeVar("_Ids", int, Tensor)
 
 SHORTEST: Final = 3
 """Least number of last tokens that must have come before."""
+RESUMED: Final = 8
+"""Least number of tokens that came before in front of a token that differs."""
 LONGEST: Final = 64
 """Largest number of last tokens that are compared."""
 CANDIDATES: Final = 16
@@ -74,7 +76,9 @@ class TextLookup:
         """Tokens that followed where the last tokens came before; empty if they never did.
 
         Of the newest 16 places in the bucket of the last 3 tokens, that with the longest match is taken, of
-        two alike the newer. A match that reaches the end of the text repeats itself.
+        two alike the newer. A match that reaches the end of the text repeats itself. If there is none, one of
+        the last 3 tokens may differ from the place where the 8 tokens before it came before, so that a copy
+        goes on behind a token that it changes.
 
         Args:
             most: Number of tokens of a draft.
@@ -82,26 +86,36 @@ class TextLookup:
         text, size = self._text, len(self._text)
         if size <= SHORTEST or most <= 0:
             return []
-        at, length, found = self._before[-1], SHORTEST - 1, -1
+        period = size - 1 - self._place(size - 1, SHORTEST)
+        if period == size:
+            for end in range(size - 2, size - 2 - SHORTEST, -1):  # before the token that differs
+                found = self._place(end, RESUMED)
+                period = end - found
+                if found >= 0 and text[found + 2 : size - period] == text[end + 2 :]:
+                    break
+            else:
+                return []
+        drafted = text[size - period : size - period + most].tolist()
+        while len(drafted) < most:
+            drafted.append(drafted[-period])
+        return drafted
+
+    def _place(self, end: int, least: int) -> int:
+        """Earlier place with the longest match of the tokens up to ``end``; -1 without ``least`` tokens."""
+        text, at, length, found = self._text, self._before[end], least - 1, -1
         for _ in range(CANDIDATES):
             if at < 0:
                 break
             # A place is of use only if it has one more token in common than the best one.
-            if at >= length and text[at - length : at + 1] == text[size - 1 - length :]:
+            if at >= length and text[at - length : at + 1] == text[end - length : end + 1]:
                 longest = min(LONGEST, at + 1)
                 found, length = at, length + 1
-                while length < longest and text[at - length] == text[size - 1 - length]:
+                while length < longest and text[at - length] == text[end - length]:
                     length += 1
                 if length == LONGEST:
                     break
             at = self._before[at]
-        if found < 0:
-            return []
-        drafted = text[found + 1 : found + 1 + most].tolist()
-        period = size - 1 - found
-        while len(drafted) < most:
-            drafted.append(drafted[-period])
-        return drafted
+        return found
 
     def _bucket(self, end: int) -> int:
         text = self._text
