@@ -33,20 +33,20 @@ from drafts import LOOKUP, continued, edited
 from transformers import (
     AutoTokenizer,
     ContinuousBatchingConfig,
-    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    StoppingCriteria,
 )
 
-from kvloom.integrations.transformers import continuous_batching
-from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
+from kvloom.integrations.transformers import continuous_batching, disable, enable
 from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 from kvloom.models import bundled_model_path
 from kvloom.serving.protocol.structured import Grammar, Grammars, Structure
 
-WITHOUT, DRAFTS, STOCK = "session", "session, drafts", "generate, prompt lookup"
+WITHOUT, DRAFTS, STOCK = "session", "session, drafts", "transformers' lookup"
+GENERATE, LOOKED_UP = "enabled generate", "enabled generate, lookup"
 KEYS: Final = (
     "identifier_of_the_customer",
     "number_of_items_in_the_order",
@@ -205,25 +205,37 @@ def in_session(model: Any, drafts: Any, requests: Sequence[Request]) -> Decoded:
     return Decoded(tokens, (sum(map(len, tokens)) - done) / took, report)
 
 
-@torch.inference_mode()
-def by_lookup(model: Any, requests: Sequence[Request]) -> Decoded:
-    """transformers' own prompt lookup of one request, and its speed after the prompt."""
+class Begin(StoppingCriteria):
+    """Notes when the first tokens of a batch are there; stops nothing."""
+
+    seconds, length = 0.0, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.length:
+            self.seconds, self.length = clock(), input_ids.shape[1]
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def generated(model: Any, is_enabled: bool, looks_up: bool, requests: Sequence[Request]) -> Decoded:
+    """Tokens of ``generate``, and its speed after the first token of each row."""
     continuous_batching(model, None)
-    (request,) = requests
-    tokens, cache = torch.tensor([request.tokens]), DynamicCache()
-    model(tokens[:, :-1], use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
-    start = clock()
-    out = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=request.most,
+    if is_enabled:
+        enable(model, pack=True, batch_invariant=True)
+    else:
+        disable(model)
+    batch, begin = torch.tensor([x.tokens for x in requests]), Begin()
+    text = model.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        stopping_criteria=[begin],
+        max_new_tokens=requests[0].most,
         do_sample=False,
         pad_token_id=0,
-        prompt_lookup_num_tokens=LOOKUP,
-        **{CACHE_ARGUMENT: cache},
+        prompt_lookup_num_tokens=LOOKUP if looks_up else None,
     )
-    new = out[0, tokens.shape[1] :].tolist()
-    return Decoded([new], len(new) / (clock() - start))
+    disable(model)
+    speed = len(batch) * (text.shape[1] - begin.length) / (clock() - begin.seconds)
+    return Decoded(text[:, batch.shape[1] :].tolist(), speed)
 
 
 def clock() -> float:
@@ -250,7 +262,12 @@ def assistant_of(model: Any, hidden: int, layers: int, known: float) -> Any:
 
 
 def compared(
-    model: Any, requests: Sequence[Request], rounds: int, with_stock: bool, assistants: dict[str, Any]
+    model: Any,
+    requests: Sequence[Request],
+    rounds: int,
+    with_generate: bool,
+    with_stock: bool,
+    assistants: dict[str, Any],
 ) -> dict[str, Any]:
     """Speeds of all contenders as multiples of a session without drafts, and what drafts had."""
     contenders: dict[str, Callable[[], Decoded]] = {
@@ -260,7 +277,10 @@ def compared(
     for name, assistant in assistants.items():
         contenders[name] = lambda assistant=assistant: in_session(model, assistant, requests)
     if with_stock:
-        contenders[STOCK] = lambda: by_lookup(model, requests)
+        contenders[STOCK] = lambda: generated(model, False, True, requests)
+    if with_generate:
+        contenders[GENERATE] = lambda: generated(model, True, False, requests)
+        contenders[LOOKED_UP] = lambda: generated(model, True, True, requests)
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     expected = report = None
     for turn in range(rounds + 1):  # the first one warms up
@@ -317,7 +337,8 @@ def main() -> None:
                 else:
                     requests = copying(model, text == "copies", count, num_tokens)
                 rounds = arguments.rounds if count <= 16 else 1
-                with_stock = count == 1 and text != "json"
+                with_generate = count <= 16 and text != "json"
+                with_stock = count == 1 and with_generate
                 assistants = {}
                 if text != "json":
                     size = arguments.assistant_hidden, arguments.assistant_layers
@@ -328,7 +349,7 @@ def main() -> None:
                 row = {
                     "dtype": dtype,
                     "text": text,
-                    **compared(model, requests, rounds, with_stock, assistants),
+                    **compared(model, requests, rounds, with_generate, with_stock, assistants),
                 }
                 print(row, flush=True)
                 rows.append(row)

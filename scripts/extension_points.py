@@ -47,6 +47,7 @@ _CACHE: Final = "transformers.cache_utils.Cache"
 POINTS: Final = [
     *_members(_GENERATION, "_prepare_cache_for_generation", f"{_OURS}/enabling.py"),
     *_members(_GENERATION, "_validate_generation_mode", f"{_OURS}/assisted.py"),
+    *_members(_GENERATION, "generate _sample _assisted_decoding", f"{_OURS}/session/drafts/generate.py"),
     *_members(_MODEL, "set_attn_implementation", f"{_OURS}/attention/held.py"),
     *_members(_GENERATION, "init_continuous_batching", f"{_OURS}/session/__init__.py", "5.19"),
     *_members(

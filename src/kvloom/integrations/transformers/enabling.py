@@ -31,6 +31,7 @@ from kvloom.integrations.transformers.models.cache_argument import (
 )
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.session import SESSIONS, put_beneath
+from kvloom.integrations.transformers.session.drafts.generate import GENERATE, Generate
 
 _LOG: Final = logging.getLogger("kvloom")
 _ENABLED: Final = "_kvloom_enabled"
@@ -51,7 +52,8 @@ def enable(
     This applies to ``model.generate``, to pipelines of the model, and to ``model(...)`` where a cache is
     used. A cache or ``cache_implementation`` of the caller takes precedence, and so does an attention
     implementation that is set later. A copy of the model is enabled, too. Enabling again replaces the
-    arguments. ``disable`` undoes it. Disable the model before training, since the cache passes no gradient,
+    arguments. ``generate`` also takes ``prompt_lookup_num_tokens`` for several rows, on a CPU. ``disable``
+    undoes it. Disable the model before training, since the cache passes no gradient,
     and before an export with a cache, which raises ``UnsupportedError`` otherwise.
 
     Args:
@@ -122,12 +124,14 @@ class _Enabled:
         if hasattr(type(model), _PREPARE):
             setattr(model, _PREPARE, _PrepareCache(model, self))
             setattr(model, VALIDATE, ValidateMode(model))
+            if Generate.suits(model):
+                setattr(model, GENERATE, Generate(model))
         put_beneath(model, _TheirSessions(model))
 
     def remove(self, model: PreTrainedModel) -> None:
         """Undo the changes of a model."""
         self._hook.remove()
-        for name in vars(model).keys() & {_PREPARE, VALIDATE}:
+        for name in vars(model).keys() & {_PREPARE, VALIDATE, GENERATE}:
             delattr(model, name)
         put_beneath(model, None)
         release_attention(model, _ENABLED)

@@ -64,6 +64,21 @@ def test_a_draft_is_judged_as_far_as_it_was_right() -> None:
     assert guesses.odds == pytest.approx((1 + 1) / (2 + 2))
 
 
+def test_what_goes_on_behind_an_edit_is_judged_apart() -> None:
+    """The first token behind it was always another one; what is found again is right."""
+    copied = [*range(100, 160)]
+    guesses = Guesses([*copied, *copied[:3]])
+    generated: list[int] = []
+    for at in range(3, 48, 5):
+        assert guesses.after(generated, 2) == copied[at : at + 2]
+        found = guesses.odds
+        generated += [*copied[at : at + 2], 7]
+        assert guesses.after(generated, 1) == [copied[at + 3]]
+        resumed = guesses.odds
+        generated += [copied[at + 2], copied[at + 3], copied[at + 4]]
+    assert resumed < 0.2 and found > 0.8
+
+
 def test_what_is_forced_comes_first_and_is_judged_apart() -> None:
     guesses = Guesses([1, 2, 3, 4, 1, 2, 3])
     assert guesses.after([], 2, [8, 9, 10]) == [8, 9]

@@ -110,3 +110,17 @@ def test_memory_is_in_proportion_to_the_text() -> None:
     for token in text[60_000:]:
         one_by_one.extend([token])
     assert one_by_one.nbytes <= 40 * len(text) and TextLookup(text).nbytes <= 40 * len(text)
+
+
+def test_tokens_that_are_taken_back_leave_nothing() -> None:
+    draw, text, lookup = random.Random(1), list[int](), TextLookup()
+    for _ in range(80):
+        new = [draw.randrange(3) for _ in range(draw.randrange(60))]
+        lookup.extend(new)
+        if draw.random() < 0.5:
+            lookup.draft(9)
+        size = draw.randrange(len(text) + len(new) + 1)
+        lookup.truncate(size)
+        text = (text + new)[:size]
+        draft = lookup.draft(9)
+        assert len(lookup) == size and ([] if lookup.is_resumed else draft) == searched(lookup, text, 9)

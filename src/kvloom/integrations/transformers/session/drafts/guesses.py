@@ -47,17 +47,24 @@ class Guesses:
         self._of_lookup, self._of_resumed = _Judged(), _Judged()
         self._of_forced, self._of_assistant = _Judged(), _Judged()
         self._newest = list[tuple[_Judged, list[int]]]()
-        self.is_forced = False
+        self._kind, self.is_forced = self._of_lookup, False
 
     @property
     def odds(self) -> float:
         """Probability that a token of the newest guess of ``after`` is right if all before it are."""
-        return (self._of_forced if self.is_forced else self._of_lookup).odds
+        return self._kind.odds
 
     @property
     def odds_of_assistant(self) -> float:
         """The same for a guess of the assistant."""
         return self._of_assistant.odds
+
+    def take_back(self, num_generated: int) -> None:
+        """Forget new tokens after the first ``num_generated``, and the newest guess, which followed them."""
+        size = self._num_prompt + num_generated
+        if size < len(self._lookup):
+            self._lookup.truncate(size)
+            self._newest = []
 
     def after(self, generated: Sequence[int], most: int, forced: Sequence[int] = ()) -> list[int]:
         """Guess what follows the present text.
@@ -74,11 +81,11 @@ class Guesses:
             right = next((i for i in range(compared) if new[i] != guess[i]), compared)
             if compared:
                 judged.note(right, min(right + 1, compared))
-        self.is_forced, guess, kind = bool(forced), [*forced[:most]], self._of_forced
+        self.is_forced, guess, self._kind = bool(forced), [*forced[:most]], self._of_forced
         if not forced:
             guess = self._lookup.draft(most)
-            kind = self._of_resumed if self._lookup.is_resumed else self._of_lookup
-        self._newest = [(kind, guess)]
+            self._kind = self._of_resumed if self._lookup.is_resumed else self._of_lookup
+        self._newest = [(self._kind, guess)]
         return guess
 
     def assist(self, draft: list[int]) -> None:

@@ -68,6 +68,14 @@ class TextLookup:
             self._before.append(self._newest[bucket])
             self._newest[bucket] = end
 
+    def truncate(self, size: int) -> None:
+        """Remove the tokens after the first ``size``."""
+        while len(self._text) > size:
+            end, before = len(self._text) - 1, self._before.pop()
+            if end >= SHORTEST - 1:
+                self._newest[self._bucket(end)] = before
+            self._text.pop()
+
     def draft(self, most: int) -> list[int]:
         """Tokens that followed where the last tokens came before; empty if they never did.
 
@@ -114,9 +122,9 @@ class TextLookup:
 
     def _resume(self) -> int:
         """Place of the last token if tokens were replaced, or else inserted or left out; -1 if it is lost."""
-        if not self._distance or self._num_resumed > SHORTEST:
-            return -1
         text, size = self._text, len(self._text)
+        if not 0 < self._distance < size or self._num_resumed > SHORTEST:
+            return -1
         aligned = size - 1 - self._distance  # as many tokens as before were replaced
         near = range(max(aligned - NEAR, 0), min(aligned + NEAR, size - 2) + 1)
         alike = (x for x in near if self._num_resumed > 1 and text[x] == text[-1])
