@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvloom.carry.carried import CarriedCache, CarriedLayer, CarriedSide
     from kvloom.carry.geometry import CacheGeometry, LayerGeometry
+    from kvloom.carry.kv_cache import from_cache, to_cache
     from kvloom.carry.llama.reading import read_llama
     from kvloom.carry.llama.writing import llama_state, write_llama
+    from kvloom.carry.model_geometry import geometry_of
 
 _HOME = {
     "CacheGeometry": "geometry",
@@ -18,8 +20,11 @@ _HOME = {
     "CarriedLayer": "carried",
     "CarriedSide": "carried",
     "LayerGeometry": "geometry",
+    "from_cache": "kv_cache",
+    "geometry_of": "model_geometry",
     "llama_state": "llama.writing",
     "read_llama": "llama.reading",
+    "to_cache": "kv_cache",
     "write_llama": "llama.writing",
 }
 
@@ -29,8 +34,11 @@ __all__ = [
     "CarriedLayer",
     "CarriedSide",
     "LayerGeometry",
+    "from_cache",
+    "geometry_of",
     "llama_state",
     "read_llama",
+    "to_cache",
     "write_llama",
 ]
 

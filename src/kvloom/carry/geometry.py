@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvloom.carry.carried import CarriedCache
 from kvloom.errors import ArgumentError
 
 
@@ -70,3 +71,17 @@ class CacheGeometry:
         """Layers of one size that see all tokens; ``rotary`` is the head dim if not given."""
         rotary = head_dim if rotary is None else rotary
         return cls((LayerGeometry(heads, head_dim, head_dim, rotary),) * layers, architecture)
+
+
+def expect_layers(cache: CarriedCache, geometry: CacheGeometry) -> None:
+    """Raise ArgumentError unless a cache has the layers of a model."""
+    if len(cache.layers) != len(geometry.layers):
+        raise ArgumentError(f"cache must have {len(geometry.layers)} layers, got {len(cache.layers)}")
+    for i, (layer, sizes) in enumerate(zip(cache.layers, geometry.layers, strict=True)):
+        wanted = (sizes.heads, sizes.key_dim, sizes.value_dim, sizes.window, sizes.has_latents)
+        has = (layer.keys.heads, layer.keys.head_dim, layer.values.head_dim, layer.window, layer.has_latents)
+        if has != wanted:
+            raise ArgumentError(
+                f"cache must have heads, key dim, value dim, window and latents {wanted} in layer {i}, got "
+                f"{has}"
+            )

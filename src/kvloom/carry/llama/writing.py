@@ -19,7 +19,7 @@ from kvloom.carry.carried import (
     expect_finite,
     floats_of,
 )
-from kvloom.carry.geometry import CacheGeometry, LayerGeometry
+from kvloom.carry.geometry import CacheGeometry, LayerGeometry, expect_layers
 from kvloom.carry.llama.codes import q8_0_of
 from kvloom.carry.llama.conventions import (
     architecture_of,
@@ -142,20 +142,6 @@ class _Plan:
         write_head(file, self.form, self.cache.tokens or (), self.architecture)
         for part in self.parts:
             write_cache(file, part)
-
-
-def expect_layers(cache: CarriedCache, geometry: CacheGeometry) -> None:
-    """Raise ArgumentError unless a cache has the layers of a model."""
-    if len(cache.layers) != len(geometry.layers):
-        raise ArgumentError(f"cache must have {len(geometry.layers)} layers, got {len(cache.layers)}")
-    for i, (layer, sizes) in enumerate(zip(cache.layers, geometry.layers, strict=True)):
-        wanted = (sizes.heads, sizes.key_dim, sizes.value_dim, sizes.window, sizes.has_latents)
-        has = (layer.keys.heads, layer.keys.head_dim, layer.values.head_dim, layer.window, layer.has_latents)
-        if has != wanted:
-            raise ArgumentError(
-                f"cache must have heads, key dim, value dim, window and latents {wanted} in layer {i}, got "
-                f"{has}"
-            )
 
 
 def _type_for(kind: str | None, sides: Sequence[CarriedSide]) -> GgmlType:
