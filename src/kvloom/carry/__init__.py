@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvloom.carry.carried import CarriedCache, CarriedLayer, CarriedSide
+    from kvloom.carry.first_layer import FirstLayerReport, check_first_layer, expect_first_layer
     from kvloom.carry.geometry import CacheGeometry, LayerGeometry
     from kvloom.carry.kv_cache import from_cache, to_cache
     from kvloom.carry.llama.reading import read_llama
@@ -19,7 +20,10 @@ _HOME = {
     "CarriedCache": "carried",
     "CarriedLayer": "carried",
     "CarriedSide": "carried",
+    "FirstLayerReport": "first_layer",
     "LayerGeometry": "geometry",
+    "check_first_layer": "first_layer",
+    "expect_first_layer": "first_layer",
     "from_cache": "kv_cache",
     "geometry_of": "model_geometry",
     "llama_state": "llama.writing",
@@ -33,7 +37,10 @@ __all__ = [
     "CarriedCache",
     "CarriedLayer",
     "CarriedSide",
+    "FirstLayerReport",
     "LayerGeometry",
+    "check_first_layer",
+    "expect_first_layer",
     "from_cache",
     "geometry_of",
     "llama_state",

@@ -94,6 +94,7 @@ class CarriedSide:
         head_dim: D.
         kind: One of ``FLOATS``, or a name of codes, such as ``"q8_0"``.
         load: Function that reads the vectors.
+        rounded_to: Kind that they were rounded to before, if it is coarser than ``kind``.
     """
 
     num_tokens: int
@@ -101,6 +102,7 @@ class CarriedSide:
     head_dim: int
     kind: str
     load: Callable[[], Vectors]
+    rounded_to: str = ""
 
     @classmethod
     def of(cls, x: Tensor) -> "CarriedSide":

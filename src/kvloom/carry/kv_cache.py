@@ -77,7 +77,8 @@ def from_cache(cache: KVCache, model: Any, tokens: Sequence[int] | None = None) 
 
 def _held(number: int, layer: KVCacheLayer, window: int | None, has_latents: bool) -> CarriedLayer:
     storage = layer.pages.storage
-    if storage is None or getattr(layer.pages, "num_removed", 0):
+    removed: int = getattr(layer.pages, "num_removed", False)
+    if storage is None or removed:
         raise ArgumentError(f"cache must hold all tokens that it has seen in layer {number}")
     begins = layer.pages.stored().index.begins
     if begins is not None and bool(begins.any()):
@@ -90,7 +91,7 @@ def _held(number: int, layer: KVCacheLayer, window: int | None, has_latents: boo
         are_codes = format.bits == 8 and exact and not (smoothed and name == "keys")
         kind = format.kind if are_codes or not format.bits else "float32"
         load = partial(_codes_of if are_codes else _floats_of, layer, side, count, format)
-        sides.append(CarriedSide(count, entry.heads, format.head_dim, kind, load))
+        sides.append(CarriedSide(count, entry.heads, format.head_dim, kind, load, format.kind))
     return CarriedLayer(sides[0], sides[1], window, has_latents)
 
 
