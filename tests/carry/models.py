@@ -23,9 +23,9 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _WINDOWS = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 6,
     "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],  # the order that other engines know
 }
 _LATENTS = {
     "num_key_value_heads": 4,
@@ -54,11 +54,11 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {"hidden_size": 256}),
     "gemma3": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 64, **_WINDOWS}),
     "deepseek": ("DeepseekV3ForCausalLM", _LATENTS),
     "phi": ("PhiForCausalLM", {"partial_rotary_factor": 0.5}),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 256}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 256, "n_ctx": 256}),
 }
 HAS_LATENTS = int(transformers.__version__.split(".")[0]) >= 5
 

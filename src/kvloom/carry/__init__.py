@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvloom.carry.kv_cache import from_cache, to_cache
     from kvloom.carry.llama.reading import read_llama
     from kvloom.carry.llama.writing import llama_state, write_llama
+    from kvloom.carry.mlx.reading import read_mlx
+    from kvloom.carry.mlx.writing import write_mlx
     from kvloom.carry.model_geometry import geometry_of
 
 _HOME = {
@@ -28,8 +30,10 @@ _HOME = {
     "geometry_of": "model_geometry",
     "llama_state": "llama.writing",
     "read_llama": "llama.reading",
+    "read_mlx": "mlx.reading",
     "to_cache": "kv_cache",
     "write_llama": "llama.writing",
+    "write_mlx": "mlx.writing",
 }
 
 __all__ = [
@@ -45,8 +49,10 @@ __all__ = [
     "geometry_of",
     "llama_state",
     "read_llama",
+    "read_mlx",
     "to_cache",
     "write_llama",
+    "write_mlx",
 ]
 
 
