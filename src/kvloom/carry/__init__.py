@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvloom.carry.arrays import read_arrays, write_arrays
     from kvloom.carry.carried import CarriedCache, CarriedLayer, CarriedSide
     from kvloom.carry.first_layer import FirstLayerReport, check_first_layer, expect_first_layer
     from kvloom.carry.geometry import CacheGeometry, LayerGeometry
@@ -29,9 +30,11 @@ _HOME = {
     "from_cache": "kv_cache",
     "geometry_of": "model_geometry",
     "llama_state": "llama.writing",
+    "read_arrays": "arrays",
     "read_llama": "llama.reading",
     "read_mlx": "mlx.reading",
     "to_cache": "kv_cache",
+    "write_arrays": "arrays",
     "write_llama": "llama.writing",
     "write_mlx": "mlx.writing",
 }
@@ -48,9 +51,11 @@ __all__ = [
     "from_cache",
     "geometry_of",
     "llama_state",
+    "read_arrays",
     "read_llama",
     "read_mlx",
     "to_cache",
+    "write_arrays",
     "write_llama",
     "write_mlx",
 ]
