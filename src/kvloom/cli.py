@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom import __version__
+from kvloom.carry import command as carrying
 from kvloom.conform.command import add_conform
 from kvloom.core.arguments import expect_options
 from kvloom.core.spelling import STORAGE, expect_kv
@@ -163,6 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     add_tracing(commands, lambda args: record(args, _load_folder))
 
     add_layouts(commands, _options_named("page_size|shards|heads"))
+
+    carry = carrying.add_parser(commands, carrying.Models(_load_folder, _sizes))
+    carry.set_defaults(run=_options_named("model|kind|bits|pairs|form|tokens")(carrying.print_carry))
 
     add_conform(commands.add_parser("conform", help="judge an implementation of an operator by its vectors"))
 
@@ -323,6 +327,16 @@ def _bench(args: argparse.Namespace) -> None:
 def _load_folder(path: Path | None, dtype: str = "auto", *, with_encoder: bool = False) -> tuple[Any, Any]:
     with _somebodys_folder(path) if path is not None else nullcontext():
         return _load(path, dtype, with_encoder=with_encoder)
+
+
+def _sizes(path: Path) -> Any:
+    """Sizes of the layers of a folder's model, made without weights."""
+    with _somebodys_folder(path):
+        from kvloom.carry.model_geometry import geometry_of
+        from kvloom.planning.making import model_of, read_config, without_data
+
+        with without_data():
+            return geometry_of(model_of(read_config(path)))
 
 
 def _demo_folder() -> Path:

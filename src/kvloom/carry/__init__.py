@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvloom.carry.array_file import read_array_file, write_array_file
     from kvloom.carry.arrays import read_arrays, write_arrays
     from kvloom.carry.carried import CarriedCache, CarriedLayer, CarriedSide
+    from kvloom.carry.describing import describe, format_of
     from kvloom.carry.first_layer import FirstLayerReport, check_first_layer, expect_first_layer
     from kvloom.carry.geometry import CacheGeometry, LayerGeometry
     from kvloom.carry.kv_cache import from_cache, to_cache
@@ -26,14 +28,18 @@ _HOME = {
     "FirstLayerReport": "first_layer",
     "LayerGeometry": "geometry",
     "check_first_layer": "first_layer",
+    "describe": "describing",
     "expect_first_layer": "first_layer",
+    "format_of": "describing",
     "from_cache": "kv_cache",
     "geometry_of": "model_geometry",
     "llama_state": "llama.writing",
+    "read_array_file": "array_file",
     "read_arrays": "arrays",
     "read_llama": "llama.reading",
     "read_mlx": "mlx.reading",
     "to_cache": "kv_cache",
+    "write_array_file": "array_file",
     "write_arrays": "arrays",
     "write_llama": "llama.writing",
     "write_mlx": "mlx.writing",
@@ -47,14 +53,18 @@ __all__ = [
     "FirstLayerReport",
     "LayerGeometry",
     "check_first_layer",
+    "describe",
     "expect_first_layer",
+    "format_of",
     "from_cache",
     "geometry_of",
     "llama_state",
+    "read_array_file",
     "read_arrays",
     "read_llama",
     "read_mlx",
     "to_cache",
+    "write_array_file",
     "write_arrays",
     "write_llama",
     "write_mlx",

@@ -27,8 +27,8 @@ from kvloom.carry.bytes import Source, bytes_of
 from kvloom.carry.carried import AffineCodes, CarriedCache, CarriedLayer, CarriedSide, Vectors, num_held
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.carry.mlx.affine import BITS
-from kvloom.carry.mlx.tensor_file import DTYPES, StoredTensor, read_tensors
 from kvloom.carry.rope_pairs import expect_pairs_named, to_halves
+from kvloom.carry.tensor_file import DTYPES, StoredTensor, read_tensors
 from kvloom.errors import ArgumentError, UnsupportedError
 
 TOKENS: Final = "kvloom_tokens"

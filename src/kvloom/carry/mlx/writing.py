@@ -21,8 +21,8 @@ from kvloom.carry.carried import (
 )
 from kvloom.carry.mlx.affine import BITS, GROUPS, quantize
 from kvloom.carry.mlx.reading import CODES, FLOATS, RING, TOKENS
-from kvloom.carry.mlx.tensor_file import DTYPES, TensorToWrite, write_tensors
 from kvloom.carry.rope_pairs import expect_pairs_named, to_adjacent
+from kvloom.carry.tensor_file import DTYPES, TensorToWrite, write_tensors
 from kvloom.errors import ArgumentError, UnsupportedError
 
 VERSIONS: Final = ("0.32.2", "0.28.4")

@@ -18,6 +18,7 @@ DTYPES: Final = {
     "BF16": torch.bfloat16,
     "U32": torch.int32,  # of which only bits are read
     "I32": torch.int32,
+    "I64": torch.int64,
 }
 """Dtypes that are read, by their names in a file."""
 _ALIGNED: Final = 8
