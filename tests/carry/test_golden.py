@@ -20,9 +20,13 @@ from kvloom.carry import (
 from kvloom.carry.carried import Int8Codes, floats_of
 from kvloom.carry.llama.codes import q8_0_of
 from kvloom.carry.llama.ggml import quantize, rows_of
+from kvloom.carry.llama.state import parse_state
 from kvloom.carry.mlx import affine
 from kvloom.carry.rope_pairs import to_adjacent
+from kvloom.layouts import KVTensors, convert
 from kvloom.quant.rotation import rotate
+
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 GOLDEN = Path(__file__).parent / "golden"
 GEOMETRY = CacheGeometry.uniform(2, 2, 64, "llama")
@@ -100,3 +104,22 @@ def test_all_are_described() -> None:
     assert "  values: none, so keys are latents with rope keys" in said["deepseek_f32.seq"]
     assert said["llama_f16_flash.ctx"][0].startswith("llama.cpp, file of a context, architecture llama, ")
     assert "  2 of affine4:g64, 2 heads of 64, all tokens" in said["mlx_4.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["llama_f32.seq", "llama_f16_flash.ctx"])
+def test_states_have_the_layouts_that_are_named(name: str) -> None:
+    [stored] = parse_state(GOLDEN / name).caches
+    dtype = stored.keys[0].type.dtype
+    assert dtype is not None
+    keys, values = (x[0].raw.contiguous().clone().view(dtype) for x in (stored.keys, stored.values))
+    layout = "llama_cpp_no_flash" if stored.v_trans else "llama_cpp"
+    found = convert(KVTensors({"key": keys, "value": values}, layout, heads=2), "T H D").tensors
+    layer = read(name).layers[0]
+    assert torch.equal(found["key"], to_adjacent(floats_of(layer.keys.load()), 64))
+    assert torch.equal(found["value"], floats_of(layer.values.load()))
+
+
+def test_a_file_of_mlx_has_the_layout_that_is_named() -> None:
+    stored = load_file(GOLDEN / "mlx_f32.safetensors")
+    found = convert(KVTensors({"key": stored["0.0"], "value": stored["0.1"]}, "mlx"), "T H D").tensors
+    assert torch.equal(found["key"][:5], floats_of(read("mlx_f32.safetensors").layers[0].keys.load()))
