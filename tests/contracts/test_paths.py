@@ -18,7 +18,7 @@ FOREIGN = {
     "benchmarks/gpu_results.md": {"gpu_results.json"},
     "benchmarks/results.md": {"llama.cpp"},
     "docs/carry.md": {
-        "again.bin.kvloom.json",
+        "again.bin.carried.json",
         "llama.cpp",
         "path/to/model",
         "prompt.safetensors",

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from kvloom.carry.bytes import written_whole
 from kvloom.errors import ArgumentError
 
-_SUFFIX: Final = ".kvloom.json"
+_SUFFIX: Final = ".carried.json"
 DIGEST: Final = "kvloom"
 """Name of the model's digest, here and in the metadata of files that have some."""
 
