@@ -1,5 +1,6 @@
 """Files as bytes: one that is mapped, a cursor that stays within it, and one that is written whole."""
 
+import ctypes
 import os
 import struct
 from collections.abc import Iterator
@@ -95,11 +96,9 @@ def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 def write_tensor(file: BinaryIO, x: Tensor) -> None:
     """Write the bytes of a tensor, in the order of its axes."""
-    if not x.numel():
-        return
-    held = bytearray(x.numel() * x.element_size())
-    torch.frombuffer(held, dtype=x.dtype).view(x.shape).copy_(x)
-    file.write(held)
+    if x.numel():
+        x = x.detach().cpu().contiguous()
+        file.write((ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr()))
 
 
 @contextmanager
