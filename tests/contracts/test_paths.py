@@ -36,7 +36,7 @@ FOREIGN = {
     "docs/store.md": {"path/to/model", "prompt.safetensors", "prompt.txt"},
     "docs/trace.md": {"a.txt", "b.txt"},
     "docs/vllm.md": {"argparse.py", "json/decoder.py", "calendar.py", "heapq.py", "queue.py", "csv.py"},
-    "examples/README.md": {"examples/NAME.py"},
+    "examples/README.md": {"examples/NAME.py", "llama.cpp"},
     "model/src/kvloom_model/stdlib-4m/MODEL_CARD.md": {"html/entities.py", "stringprep.py"},
     "tests/carry/golden/README.md": {"llama.cpp"},
 }
