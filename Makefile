@@ -191,6 +191,7 @@ slow: asan-library test-vllm
 	run 800 tests/integrations/states/test_offered_states.py; \
 	run 20 'tests/serving/test_process.py tests/serving/test_clients.py tests/core tests/dialects tests/layouts'; \
 	run 50 'tests/caches tests/store'; \
+	run 300 tests/carry/test_damaged_files.py; \
 	run 100 tests/integrations/vllm/test_mover.py; \
 	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal --campaign 100 tests/hostile
 

@@ -68,6 +68,8 @@ def test_describe_needs_no_model(source: Path, capsys: pytest.CaptureFixture[str
 def test_codes_are_asked_for_and_checked(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, ids = source.with_name("e.bin"), source.with_name("ids.json")
     options = (source, "--to", "llama.cpp", "--out", out, "--kind", "q8_0", "--tokens", ids)
+    assert carry(*options) == 2
+    assert "--out-rotated must be given for codes of llama.cpp" in capsys.readouterr().err
     assert carry(*options, "--out-rotated", "yes") == 2
     assert "rounding was not asked for" in capsys.readouterr().err
     assert carry(*options, "--out-rotated", "yes", "--round") == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from carry import states as made
 
-from kvloom.carry import CacheGeometry, llama_state, read_llama, write_llama
+from kvloom.carry import CacheGeometry, LayerGeometry, llama_state, read_llama, write_llama
 from kvloom.errors import ArgumentError, UnsupportedError
 
 
@@ -61,6 +61,16 @@ def test_windows_have_a_cache_of_their_own() -> None:
         read_llama(made.state_bytes(full, few), made.WINDOWED)
     with pytest.raises(ArgumentError, match="must have 2 caches for layers of this model, got 1"):
         read_llama(made.state_bytes(full), made.WINDOWED)
+
+
+def test_a_window_without_other_layers_is_not_written() -> None:
+    """llama.cpp keeps all tokens of such a model, and sees them."""
+    geometry = CacheGeometry((LayerGeometry(2, 64, 64, 64, window=4),), "mistral")
+    rows = made.numbers(1, 9, 128)
+    cache = read_llama(made.state_bytes(made.cache_bytes(range(9), [*rows], [*rows])), geometry)
+    assert cache.layers[0].keys.num_tokens == 3
+    with pytest.raises(UnsupportedError, match="must hold all 9 tokens where"):
+        llama_state(cache, geometry)
 
 
 def test_latents_have_no_values_and_an_adjacent_rope_key() -> None:

@@ -89,12 +89,13 @@ def print_carry(args: argparse.Namespace) -> None:
     source = args.source or format_of(args.cache)
     is_known = args.prompt_file is not None or args.tokens is not None or bool(beside and beside.tokens)
     geometry = args.models.sizes(args.model)
-    cache = _read(args, source, geometry)
+    with _named("rotated", "--rotated"):
+        cache = _read(args, source, geometry)
     digest, report = "", ""
     if not args.no_check and (is_known or cache.tokens is not None):
         cache, digest, report = _checked(args, cache, beside)
     path_beside(args.out).unlink(missing_ok=True)  # of what was there before
-    with _shown(cache) as shown:
+    with _shown(cache) as shown, _named("rotated", "--out-rotated"):
         _write(args, shown, geometry, digest)
     if digest and args.target != "mlx":
         write_beside(args.out, Beside(digest, cache.tokens))
@@ -205,6 +206,17 @@ def _pairs_of_mlx(folder: Path) -> str:
     """Order of pairs of mlx-lm's model, by the configuration of a folder."""
     path = folder if folder.is_file() else folder / "config.json"
     return "adjacent" if json.loads(path.read_bytes()).get("rope_traditional") else "halves"
+
+
+@contextmanager
+def _named(argument: str, option: str) -> Iterator[None]:
+    """Context whose errors name an option instead of the argument that they begin with."""
+    try:
+        yield
+    except ArgumentError as error:
+        if not str(error).startswith(f"{argument} "):
+            raise
+        raise ArgumentError(f"{option}{str(error).removeprefix(argument)}") from error
 
 
 @contextmanager

@@ -124,13 +124,19 @@ class _Plan:
         if has_codes and (has_latents or not flash_attention):
             why = "of latents" if has_latents else "without flash attention"
             raise UnsupportedError(f"kind must be floats {why}, got {Q8_0.name}")
+        groups = layer_groups(geometry)
+        if len(groups) == 1 and cache.layers[0].keys.num_tokens != cache.num_tokens:
+            raise UnsupportedError(
+                f"cache must hold all {cache.num_tokens} tokens where llama.cpp has one cache, got "
+                f"{cache.layers[0].keys.num_tokens} of a window"
+            )
         dims = [dim for x in geometry.layers for dim in (x.key_dim, x.value_dim)]
         turned = expect_rotation_said(rotated, has_codes, dims)
         if has_codes and not rounding:
             _expect_codes(cache, types, turned)
         write = _Rows(types, found.pairs == "adjacent", turned, rounding)
         parts = []
-        for numbers in layer_groups(geometry):
+        for numbers in groups:
             held = cache.layers[numbers[0]].keys.num_tokens
             keys = [write.keys(i, cache.layers[i], geometry.layers[i]) for i in numbers]
             values = [] if has_latents else [write.values(i, cache.layers[i]) for i in numbers]
