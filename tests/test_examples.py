@@ -80,6 +80,16 @@ def check_legacy_format(text: str) -> None:
     assert empty == f"from an empty cache: {expected}"
 
 
+def check_carry_to_llama_cpp(text: str) -> None:
+    size, checked, answer = text.splitlines()
+    count = len(bundled()[1](PROMPT).input_ids) - 1
+    # Keys and values of 5 layers with 2 heads of 64 in float32, a cell and an id of each token, and headers.
+    nbytes = count * (5 * 2 * 2 * 64 * 4 + 12 + 4) + 12 + 16 + 5 * 2 * 12
+    assert size == f"{count} tokens, {nbytes:,} bytes for llama_state_seq_load_file"
+    assert float(checked.split()[4]) < 1e-5
+    assert answer == f"from the file: {stock_text([PROMPT], 16)[0]!r}"
+
+
 def check_update_and_attend(text: str) -> None:
     found = re.findall(r"(\w+): largest difference (\S+), (\S+) bytes after 40 tokens\n", text)
     difference = {name: float(value) for name, value, _ in found}
@@ -175,6 +185,7 @@ def stock_losses(counts: list[int]) -> tuple[float, float]:
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
+    "carry_to_llama_cpp": check_carry_to_llama_cpp,
     "drop_in": check_drop_in,
     "eviction": check_eviction,
     "generation_loop": check_generation_loop,

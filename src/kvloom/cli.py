@@ -14,13 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvloom import __version__, terminal
+from kvloom import __version__
+from kvloom.carry import command as carrying
 from kvloom.conform.command import add_conform
 from kvloom.core.arguments import expect_options
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError, KVError
 from kvloom.layouts.command import add_layouts
-from kvloom.measuring import continuation, isolation_command, quality_command, record_command
+from kvloom.measuring import continuation
+from kvloom.measuring.commands import demo as demo_command
+from kvloom.measuring.commands import isolation as isolation_command
+from kvloom.measuring.commands import quality as quality_command
+from kvloom.measuring.commands import record as record_command
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
 from kvloom.planning import supports
@@ -29,8 +34,6 @@ from kvloom.simulation import command as simulation
 from kvloom.store.command import add_parser as add_store_parser
 from kvloom.tracing.command import add_parsers as add_tracing
 
-_DEMO_KINDS = ["float32", "int8", "int4"]
-_DEMO_PROMPT_CHARACTERS = 2200
 _OPTIONS = {
     "api_keys": "--api-key",
     "allowed_origins": "--allow-origin",
@@ -121,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     demo.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each cache kind")
     demo.add_argument("--view", type=Path, metavar="FILE", help="write a page of HTML that shows the pages")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=partial(demo_command.print_demo, load=_load))
 
     quality = quality_command.add_parser(commands, partial(_load_folder, with_encoder=True))
     quality.set_defaults(run=_options_named("kv|model|bits|budget")(quality_command.print_quality))
@@ -168,6 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     add_tracing(commands, lambda args: record(args, _load_folder))
 
     add_layouts(commands, _options_named("page_size|shards|heads"))
+
+    carry = carrying.add_parser(commands, carrying.Models(_load_folder, _sizes))
+    carry.set_defaults(run=_options_named("model|kind|bits|pairs|form|tokens")(carrying.print_carry))
 
     add_conform(commands.add_parser("conform", help="judge an implementation of an operator by its vectors"))
 
@@ -271,42 +277,6 @@ def _somebodys_folder(path: Path) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _demo(args: argparse.Namespace) -> None:
-    expect_options(args, 1, "max_new_tokens", "runs")
-    from kvloom.integrations.transformers.models.positions import room_behind
-    from kvloom.measuring.compare import attention_for, compare
-    from kvloom.models import corpus_files
-
-    source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)
-    # It ends with the name of a function, so that the model continues with a body.
-    prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
-    model, tokenizer = _load(None)
-    console = terminal.console()
-    console.print(f"{source.name} (held out), continued from int8 pages read in place:\n")
-    with attention_for(model, "int8", in_place=True):
-        folder = str(_demo_folder())
-        continuation.write(model, tokenizer, prompt, "int8", args.max_new_tokens, 12, folder, args.view)
-    inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    count = room_behind("prompt", model, inputs.shape[1], args.max_new_tokens)
-    rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=count, num_runs=args.runs, in_place=True)
-    headings = "cache", "bytes/token", "tokens/s", "same tokens", "agree", "KL"
-    title = f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy"
-    table = terminal.table(*headings, title=title)
-    for row in rows:
-        ratio = rows[0].nbytes_per_token / row.nbytes_per_token
-        table.add_row(
-            row.kind if row is rows[0] else f"kvloom {row.kind}",
-            f"{row.nbytes_per_token:,.0f} (1/{ratio:.1f})" if ratio > 1 else f"{row.nbytes_per_token:,.0f}",
-            f"{row.tokens_per_s:.1f}",
-            f"{row.num_same} of {row.num_tokens}",
-            f"{row.num_agreed / row.num_tokens:.0%}",
-            f"{row.mean_kl:.5f}",
-        )
-    console.print(table)
-    console.print("same tokens: before the first that differs from DynamicCache's")
-    console.print("agree, KL (nats): next tokens where both are fed DynamicCache's")
-
-
 def _serve(args: argparse.Namespace) -> int:
     with _options_named(
         "kv|values|pack|batch_invariant|store|host|port|page_size|max_\\w+|(?:body|header|drain)_seconds|"
@@ -327,10 +297,14 @@ def _load_folder(path: Path | None, dtype: str = "auto", *, with_encoder: bool =
         return _load(path, dtype, with_encoder=with_encoder)
 
 
-def _demo_folder() -> Path:
-    """Folder of the demos' store, a few hundred kilobytes; the next demo reads its prompt from it."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "kvloom" / "demo"
+def _sizes(path: Path) -> Any:
+    """Sizes of the layers of a folder's model, made without weights."""
+    with _somebodys_folder(path):
+        from kvloom.carry.model_geometry import geometry_of
+        from kvloom.planning.making import model_of, read_config, without_data
+
+        with without_data():
+            return geometry_of(model_of(read_config(path)))
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -14,13 +14,21 @@ MODULE = re.compile(r"\bkvloom((?:\.[A-Za-z_]\w*)+)")
 TARGET = re.compile(r"`make ([a-z][\w-]*)|^make ([a-z][\w-]*)(?= *(?:#|$|[A-Z]+=))", re.MULTILINE)
 FOREIGN = {
     "CHANGELOG.md": {"llama.cpp"},
-    "README.md": {"path/to/model", "notes.txt"},
+    "README.md": {"llama.cpp", "path/to/model", "notes.txt"},
     "benchmarks/gpu_results.md": {"gpu_results.json"},
     "benchmarks/results.md": {"llama.cpp"},
+    "docs/carry.md": {
+        "again.bin.carried.json",
+        "llama.cpp",
+        "path/to/model",
+        "prompt.safetensors",
+        "prompt.txt",
+    },
     "docs/conformance.md": {"call.json", "call.safetensors", "result.safetensors"},
     "docs/decisions/0006-compiled-kernels-behind-the-stable-abi.md": {"Python.h", "torch/extension.h"},
     "docs/decisions/0028-keys-are-rotated.md": {"llama.cpp"},
     "docs/decisions/0043-four-bits-have-sixteen-numbers.md": {"llama.cpp"},
+    "docs/layouts.md": {"llama.cpp"},
     "docs/planning.md": {"path/to/model"},
     "docs/quality.md": {"llama.cpp", "notes.txt", "plan.json", "quality.svg", "report.txt", "summary.txt"},
     "docs/serving.md": {"run.json", "curve.png", "trace.jsonl"},
@@ -28,8 +36,9 @@ FOREIGN = {
     "docs/store.md": {"path/to/model", "prompt.safetensors", "prompt.txt"},
     "docs/trace.md": {"a.txt", "b.txt"},
     "docs/vllm.md": {"argparse.py", "json/decoder.py", "calendar.py", "heapq.py", "queue.py", "csv.py"},
-    "examples/README.md": {"examples/NAME.py"},
+    "examples/README.md": {"examples/NAME.py", "llama.cpp"},
     "model/src/kvloom_model/stdlib-4m/MODEL_CARD.md": {"html/entities.py", "stringprep.py"},
+    "tests/carry/golden/README.md": {"llama.cpp"},
 }
 """Names of other projects, placeholders, and files that a command writes."""
 

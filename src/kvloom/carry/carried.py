@@ -1,0 +1,220 @@
+"""A cache on its way between engines: what each layer holds, in one convention, read when it is asked for.
+
+Shapes: T tokens, H key/value heads, D elements of a head vector.
+
+The convention is that of transformers and ``KVCache``: keys after RoPE, whose pairs are elements i and
+i + D/2; values as projected; of latent attention the latent as keys and the rope key as values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvloom.core.entries import FLOATS
+from kvloom.errors import ArgumentError
+from kvloom.quant.rotation import rotate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Codes:
+    """Head vectors as int8 codes with a scale for each group of elements, and without offsets.
+
+    Attributes:
+        codes: ``[T, H, D]`` int8.
+        scales: ``[T, H, D / group]`` float16.
+        rotated: Elements that a Hadamard matrix rotated together before they were quantized; 0 for none.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    rotated: int = 0
+
+    @property
+    def group(self) -> int:
+        """Elements that share a scale."""
+        return self.codes.shape[-1] // self.scales.shape[-1]
+
+    def floats(self) -> Tensor:
+        """The vectors ``[T, H, D]`` float32, rotated back."""
+        groups = self.codes.float().unflatten(-1, (-1, self.group))
+        x = (groups * self.scales.float()[..., None]).flatten(-2)
+        return rotate(x, self.rotated) if self.rotated else x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AffineCodes:
+    """Head vectors as unsigned codes with a scale and an offset for each group of elements, as MLX has them.
+
+    Attributes:
+        words: ``[T, H, D * bits / 32]`` int32, whose bits are codes, the first in the lowest.
+        scales: ``[T, H, D / group]``, float32, float16 or bfloat16.
+        biases: The same of the offsets.
+        bits: Bits of a code: 8, 4 or 2.
+    """
+
+    words: Tensor
+    scales: Tensor
+    biases: Tensor
+    bits: int
+
+    @property
+    def group(self) -> int:
+        """Elements that share a scale."""
+        return self.words.shape[-1] * 32 // self.bits // self.scales.shape[-1]
+
+    def floats(self) -> Tensor:
+        """The vectors ``[T, H, D]`` float32: code times scale plus offset."""
+        shifts = torch.arange(0, 32, self.bits, dtype=torch.int32)
+        codes = (self.words[..., None] >> shifts) & ((1 << self.bits) - 1)
+        groups = codes.flatten(-2).float().unflatten(-1, (-1, self.group))
+        x: Tensor = (groups * self.scales.float()[..., None] + self.biases.float()[..., None]).flatten(-2)
+        return x
+
+
+Vectors: TypeAlias = Tensor | Int8Codes | AffineCodes
+"""Head vectors ``[T, H, D]``: floats of one of ``FLOATS``, or codes."""
+
+
+def floats_of(vectors: Vectors) -> Tensor:
+    """The vectors as floats; those of codes are float32."""
+    return vectors if isinstance(vectors, Tensor) else vectors.floats()
+
+
+@dataclass(frozen=True)
+class CarriedSide:
+    """Keys or values of one layer.
+
+    Attributes:
+        num_tokens: T.
+        heads: H.
+        head_dim: D.
+        kind: One of ``FLOATS``, or a name of codes, such as ``"q8_0"``.
+        load: Function that reads the vectors.
+        rounded_to: Kind that they were rounded to before, if it is coarser than ``kind``.
+    """
+
+    num_tokens: int
+    heads: int
+    head_dim: int
+    kind: str
+    load: Callable[[], Vectors]
+    rounded_to: str = ""
+
+    @classmethod
+    def of(cls, x: Tensor) -> "CarriedSide":
+        """A side of floats ``[T, H, D]`` that are in memory."""
+        return cls(x.shape[0], x.shape[1], x.shape[2], str(x.dtype).removeprefix("torch."), lambda: x)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the vectors are codes."""
+        return self.kind not in FLOATS
+
+
+@dataclass(frozen=True)
+class CarriedLayer:
+    """What one layer holds: of all tokens, or of the last ones if it has a window.
+
+    Attributes:
+        keys: Keys, or latents.
+        values: Values, or rope keys beside latents.
+        window: Tokens that a token sees, itself included; ``None`` for all before it.
+        has_latents: Whether keys are latents.
+    """
+
+    keys: CarriedSide
+    values: CarriedSide
+    window: int | None = None
+    has_latents: bool = False
+
+    @property
+    def sides(self) -> tuple[tuple[str, CarriedSide], ...]:
+        """Both sides by name."""
+        return ("keys", self.keys), ("values", self.values)
+
+
+@dataclass(frozen=True)
+class CarriedCache:
+    """Keys and values of one sequence whose first token has position 0.
+
+    Attributes:
+        layers: What each layer holds.
+        num_tokens: Tokens of the sequence.
+        tokens: Their ids; ``None`` if unknown.
+        said: What the source says of itself, such as metadata of a file.
+
+    Raises:
+        ArgumentError: there is no layer or no token, or layers hold another number of tokens.
+    """
+
+    layers: tuple[CarriedLayer, ...]
+    num_tokens: int
+    tokens: tuple[int, ...] | None = None
+    said: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers or self.num_tokens < 1:
+            raise ArgumentError(
+                f"cache must have layers and tokens, got {len(self.layers)} and {self.num_tokens}"
+            )
+        if self.tokens is not None and len(self.tokens) != self.num_tokens:
+            raise ArgumentError(f"tokens must be the {self.num_tokens} of the cache, got {len(self.tokens)}")
+        for i, layer in enumerate(self.layers):
+            wanted = num_held(self.num_tokens, layer.window)
+            held = {side.num_tokens for _, side in layer.sides}
+            if held != {wanted}:
+                raise ArgumentError(
+                    f"cache must have {wanted} of {self.num_tokens} tokens in layer {i}, got {sorted(held)}"
+                )
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Distinct kinds of all sides."""
+        return tuple(dict.fromkeys(side.kind for layer in self.layers for _, side in layer.sides))
+
+
+_FINITE: Final = "cache must have finite numbers, got NaN or infinity in {} of layer {}"
+
+
+def num_held(num_tokens: int, window: int | None) -> int:
+    """Tokens that a layer holds for the next one to see."""
+    return num_tokens if window is None else min(num_tokens, window - 1)
+
+
+def expect_finite(name: str, layer: int, vectors: Vectors) -> None:
+    """Raise ArgumentError if vectors of a side have a NaN or an infinity.
+
+    Args:
+        name: ``"keys"`` or ``"values"``.
+        layer: Number of the layer.
+        vectors: The vectors.
+    """
+    if isinstance(vectors, Tensor):
+        parts: tuple[Tensor, ...] = (vectors,)
+    elif isinstance(vectors, Int8Codes):
+        parts = (vectors.scales,)
+    else:
+        parts = (vectors.scales, vectors.biases)
+    for x in parts:
+        low, high = torch.aminmax(x)
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            raise ArgumentError(_FINITE.format(name, layer))
+
+
+def expect_exact(cache: CarriedCache, dtype: str, rounding: bool) -> None:
+    """Raise ArgumentError if a float dtype cannot hold a cache without rounding, unless it was asked for.
+
+    Args:
+        cache: The cache.
+        dtype: One of ``FLOATS``.
+        rounding: Whether rounding was asked for.
+    """
+    rounded = [kind for kind in cache.kinds if dtype not in (kind, "float32")]
+    if rounded and not rounding:
+        raise ArgumentError(
+            f"kind must hold {', '.join(rounded)} without rounding, got {dtype}: rounding was not asked for"
+        )

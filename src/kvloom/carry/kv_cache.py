@@ -1,0 +1,253 @@
+"""A ``KVCache`` as a ``CarriedCache``, and back.
+
+Shapes: B rows, T tokens, N of them that a layer holds, H key/value heads, D elements of a head vector.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.carry.carried import (
+    CarriedCache,
+    CarriedLayer,
+    CarriedSide,
+    Int8Codes,
+    Vectors,
+    expect_exact,
+    expect_finite,
+    floats_of,
+)
+from kvloom.carry.geometry import expect_layers
+from kvloom.carry.model_geometry import geometry_of
+from kvloom.core.entries import SideFormat
+from kvloom.core.layouts import CacheLayout
+from kvloom.core.specs import dtype_name
+from kvloom.core.spelling import parse_kind
+from kvloom.core.views import KVView
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.cache.kv_cache import KVCache
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+from kvloom.quant.rotation import block_of
+
+_SIDES: Final = ("keys", "values")
+_ROWS: Final = CacheLayout("T H D")
+_PIECE: Final = 512
+"""Tokens before a window that are given to it at once, as zeros that it forgets."""
+
+
+def from_cache(cache: KVCache, model: Any, tokens: Sequence[int] | None = None) -> CarriedCache:
+    """What a ``KVCache`` of one row holds.
+
+    Codes of int8 without smoothing stay codes; all others are dequantized to float32. The cache may change
+    afterwards: what is carried is what it held.
+
+    Args:
+        cache: The cache, paged or static.
+        model: The model that it is of.
+        tokens: Ids of its tokens, all of them computed.
+
+    Raises:
+        ArgumentError: the cache has other than one row, is empty or padded, is not of the model, or
+            ``tokens`` are not as many as it has seen.
+        UnsupportedError: a layer keeps anything else than keys and values of the tokens.
+    """
+    geometry = geometry_of(model)
+    if not isinstance(cache, KVCache) or cache.num_rows != 1:
+        got = f"{cache.num_rows} rows" if isinstance(cache, KVCache) else type(cache).__name__
+        raise ArgumentError(f"cache must be a KVCache of one row, cropped to its tokens, got {got}")
+    held, count = cache.fork(), int(cache.get_seq_length())
+    if len(held.layers) != len(geometry.layers):
+        raise ArgumentError(f"cache must have {len(geometry.layers)} layers, got {len(held.layers)}")
+    layers = []
+    for i, (layer, sizes) in enumerate(zip(held.layers, geometry.layers, strict=True)):
+        if not isinstance(layer, KVCacheLayer):
+            raise UnsupportedError(
+                f"cache must have keys and values in layer {i}, got {type(layer).__name__}"
+            )
+        layers.append(_held(i, layer, sizes.window, sizes.has_latents))
+    found = CarriedCache(tuple(layers), count, None if tokens is None else tuple(map(int, tokens)))
+    expect_layers(found, geometry)
+    return found
+
+
+def _held(number: int, layer: KVCacheLayer, window: int | None, has_latents: bool) -> CarriedLayer:
+    storage = layer.pages.storage
+    removed: int = getattr(layer.pages, "num_removed", False)
+    if storage is None or removed:
+        raise ArgumentError(f"cache must hold all tokens that it has seen in layer {number}")
+    begins = layer.pages.stored().index.begins
+    if begins is not None and bool(begins.any()):
+        raise ArgumentError(f"cache must have no padding before its tokens, got some in layer {number}")
+    entry, exact, smoothed = storage.entry, layer.pages.format.recent == 0, storage.smoothing is not None
+    count = int(layer.get_seq_length())
+    count = count if window is None else min(count, window - 1)
+    sides = []
+    for side, (name, format) in enumerate(zip(_SIDES, entry.sides, strict=True)):
+        are_codes = format.bits == 8 and exact and not (smoothed and name == "keys")
+        kind = format.kind if are_codes or not format.bits else "float32"
+        load = partial(_codes_of if are_codes else _floats_of, layer, side, count, format)
+        sides.append(CarriedSide(count, entry.heads, format.head_dim, kind, load, format.kind))
+    return CarriedLayer(sides[0], sides[1], window, has_latents)
+
+
+def _columns(layer: KVCacheLayer, count: int) -> slice:
+    """Columns of the last ``count`` tokens among those that a layer has stored."""
+    first, length = int(layer.pages.stored().index.positions()[0, 0]), int(layer.get_seq_length())
+    return slice(length - count - first, length - first)
+
+
+def _floats_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat) -> Tensor:
+    """Floats ``[N, H, D]``, in the dtype in which they are stored; of codes float32."""
+    dtype = torch.float32 if format.bits else getattr(torch, format.dtype)
+    found: Tensor = layer.pages.stored().gather(dtype)[side][0, :, _columns(layer, count)].transpose(0, 1)
+    return found
+
+
+def _codes_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat) -> Int8Codes:
+    """Codes and scales of the tokens."""
+    stored = layer.pages.stored()
+    target = _empty_view(stored.view, count)
+    slots = stored.index.slots[0, _columns(layer, count)]
+    ops.copy(stored.view, slots, target, torch.arange(count, device=target.device))
+    found = (target.key, target.value)[side]
+    if found is None or found.scale is None:
+        raise ArgumentError(f"cache must have codes in both sides, got none in {_SIDES[side]}")
+    codes, scales = (x.flatten(-2).flatten(0, 2) for x in (found.cache, found.scale))
+    return Int8Codes(codes, scales.half(), block_of(format.head_dim) if format.rotated else 0)
+
+
+def _empty_view(like: KVView, count: int) -> KVView:
+    """Tensors ``[T, H, D]`` for some tokens of a view."""
+    tensors: list[Tensor | None] = []
+    for x in like.tensors:
+        made = (
+            None
+            if x is None
+            else torch.empty(count, x.shape[3], x.shape[4] * x.shape[5], dtype=x.dtype, device=x.device)
+        )
+        tensors.append(made)
+    return KVView.split(_ROWS, *tensors)  # type: ignore[arg-type]
+
+
+def to_cache(
+    cache: CarriedCache,
+    model: Any,
+    kv: str | None = None,
+    *,
+    values: str | None = None,
+    rounding: bool = False,
+    **options: Any,
+) -> KVCache:
+    """A ``KVCache`` with which a model goes on from what is carried.
+
+    Args:
+        cache: What is carried.
+        model: A ``PreTrainedModel`` with the weights that computed it.
+        kv: Format, as of ``KVCache.for_model``; ``None`` for what is carried, codes among it.
+        values: Format of the values, if it differs.
+        rounding: Whether numbers may be rounded to the format.
+        options: Other arguments of ``KVCache.for_model``.
+
+    Raises:
+        ArgumentError: layers are not those of the model, the format does not hold what is carried without
+            rounding, or there is a NaN.
+        UnsupportedError: as ``from_cache``.
+    """
+    expect_layers(cache, geometry_of(model))
+    is_exact = True
+    if kv is None:
+        kv, values = (_format_of(side, name) for name, side in cache.layers[0].sides)
+    else:
+        kinds = [(name, text) for name, text in (("kv", kv), ("values", values)) if text is not None]
+        is_exact = not any(parse_kind(name, text).bits for name, text in kinds)
+        for name, text in kinds if not rounding else ():
+            _expect_holds(cache, model, name, text)
+    made = KVCache.for_model(model, kv, values=values, **options)
+    groups = sorted(range(len(cache.layers)), key=lambda i: cache.layers[i].window or 0)
+    for _, numbers in groupby(groups, key=lambda i: cache.layers[i].window):
+        _fill(made, cache, [*numbers], model, is_exact)
+    return made
+
+
+def _format_of(side: CarriedSide, name: str) -> str:
+    """Format string that holds what a side has."""
+    if not side.has_codes:
+        return side.kind
+    vectors = side.load()
+    if not isinstance(vectors, Int8Codes):
+        return "float32"
+    rotate = name if vectors.rotated else "none"
+    return f"int8:g{vectors.group},rotate={rotate},smooth=none"
+
+
+def _expect_holds(cache: CarriedCache, model: Any, name: str, text: str) -> None:
+    kind = parse_kind(name, text)
+    if kind.bits:
+        raise ArgumentError(
+            f"{name} must hold {', '.join(cache.kinds)} without rounding, got {text}: rounding was not asked "
+            f"for"
+        )
+    expect_exact(cache, dtype_name(model.dtype) if kind.name == "auto" else kind.name, rounding=False)
+
+
+def _fill(made: KVCache, cache: CarriedCache, numbers: Sequence[int], model: Any, is_exact: bool) -> None:
+    """Give tokens to the layers of one window, as forwards would; those before a window are zeros.
+
+    ``is_exact``: whether the format holds what is carried, or floats of it, so that it can be put into the
+    cache as it is.
+    """
+    held = cache.layers[numbers[0]].keys.num_tokens
+    skipped = cache.num_tokens - held
+    for start in range(0, skipped, _PIECE):
+        for i in numbers:
+            _update(made, cache.layers[i], i, min(_PIECE, skipped - start), model)
+    for i in numbers:
+        loaded = []
+        for name, side in cache.layers[i].sides:
+            loaded.append(side.load())
+            expect_finite(name, i, loaded[-1])
+        if is_exact:
+            _update(made, cache.layers[i], i, held, model)
+            _put(i, made.layers[i], loaded)
+        else:
+            rows = [floats_of(x).to(model.device, model.dtype).transpose(0, 1)[None] for x in loaded]
+            made.update(rows[0], rows[1], i)
+
+
+def _update(made: KVCache, layer: CarriedLayer, number: int, count: int, model: Any) -> None:
+    """Give zeros to a layer."""
+    zero = torch.zeros((), dtype=model.dtype, device=model.device)
+    keys, values = (zero.expand(1, side.heads, count, side.head_dim) for _, side in layer.sides)
+    made.update(keys, values, number)
+
+
+def _put(number: int, layer: KVCacheLayer, loaded: Sequence[Vectors]) -> None:
+    """Write vectors over the newest tokens of a layer, as they are."""
+    stored = layer.pages.stored()
+    tensors = list[tuple[Tensor, Tensor | None]]()
+    for name, side, vectors in zip(_SIDES, (stored.view.key, stored.view.value), loaded, strict=True):
+        if side is None or (side.scale is not None and not isinstance(vectors, Int8Codes)):
+            raise ArgumentError(
+                f"cache must have codes in {name} of all layers or of none, got none in {number}"
+            )
+        if side.scale is None:
+            x = floats_of(vectors).to(side.cache.device, side.cache.dtype)
+            expect_finite(name, number, x)
+            tensors.append((x.contiguous(), None))
+        elif isinstance(vectors, Int8Codes):
+            scales = vectors.scales.to(side.scale.device, side.scale.dtype)
+            tensors.append((vectors.codes.to(side.cache.device), scales))
+    (keys, key_scales), (values, value_scales) = tensors
+    view = KVView.split(_ROWS, keys, values, key_scales, value_scales)
+    count = keys.shape[0]
+    ops.copy(
+        view,
+        torch.arange(count, device=view.device),
+        stored.view,
+        stored.index.slots[0, _columns(layer, count)],
+    )

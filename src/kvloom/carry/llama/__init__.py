@@ -1,0 +1,1 @@
+"""States of llama.cpp: of a sequence, and the files of a sequence and of a context."""

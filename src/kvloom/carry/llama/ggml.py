@@ -1,0 +1,121 @@
+"""Types of elements in llama.cpp's states, and the one kind of codes that is read and written here.
+
+q8_0 has blocks of 32 elements of a row: a float16 scale and 32 int8 codes, 34 bytes.
+"""
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.carry.bytes import typed
+from kvloom.errors import ArgumentError, UnsupportedError
+
+BLOCK: Final = 32
+"""Elements in a block of codes."""
+_SCALE_BYTES: Final = 2
+_LARGEST: Final = 127
+
+
+class GgmlType(NamedTuple):
+    """A type of elements.
+
+    Attributes:
+        number: Its number in a state.
+        name: Its name.
+        block: Elements in a block.
+        nbytes: Bytes of a block.
+        dtype: Dtype of torch; ``None`` for codes.
+    """
+
+    number: int
+    name: str
+    block: int
+    nbytes: int
+    dtype: torch.dtype | None = None
+
+    @property
+    def kind(self) -> str:
+        """Name of the same kind in a ``CarriedSide``."""
+        return self.name if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
+    def row_bytes(self, elements: int) -> int:
+        """Bytes of a row.
+
+        Raises:
+            ArgumentError: the row does not have whole blocks.
+        """
+        if elements % self.block:
+            raise ArgumentError(
+                f"kind must have whole blocks of {self.block} in a row of {elements}, got {self.name}"
+            )
+        return elements // self.block * self.nbytes
+
+
+Q8_0: Final = GgmlType(8, "q8_0", BLOCK, _SCALE_BYTES + BLOCK)
+TYPES: Final = {
+    x.number: x
+    for x in (
+        GgmlType(0, "f32", 1, 4, torch.float32),
+        GgmlType(1, "f16", 1, 2, torch.float16),
+        GgmlType(30, "bf16", 1, 2, torch.bfloat16),
+        Q8_0,
+    )
+}
+"""Types that are carried, by number."""
+_OTHERS: Final = {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 20: "iq4_nl"}
+_BY_NAME: Final = {name: x for x in TYPES.values() for name in (x.name, x.kind)}
+
+
+def type_of(number: int) -> GgmlType:
+    """The type with a number in a state.
+
+    Raises:
+        UnsupportedError: it is a type that is not carried.
+    """
+    if number not in TYPES:
+        known = ", ".join(x.name for x in TYPES.values())
+        raise UnsupportedError(
+            f"source must have elements of {known}, got {_OTHERS.get(number, f'type {number}')}"
+        )
+    return TYPES[number]
+
+
+def type_named(name: str) -> GgmlType:
+    """The type with a name, such as ``"f16"``, ``"float16"`` or ``"q8_0"``.
+
+    Raises:
+        ArgumentError: there is none of that name.
+    """
+    if name not in _BY_NAME:
+        raise ArgumentError(f"kind must be one of {', '.join(_BY_NAME)}, got {name!r}")
+    return _BY_NAME[name]
+
+
+def blocks_of(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes ``[T, n]`` int8 and scales ``[T, n / 32]`` float16 of rows of q8_0 ``[T, bytes]`` uint8."""
+    blocks = raw.unflatten(-1, (-1, Q8_0.nbytes))
+    scales = typed(blocks[..., :_SCALE_BYTES].contiguous(), torch.float16).squeeze(-1)
+    codes = blocks[..., _SCALE_BYTES:].contiguous().view(torch.int8).flatten(-2)
+    return codes, scales
+
+
+def rows_of(codes: Tensor, scales: Tensor) -> Tensor:
+    """The reverse of ``blocks_of``."""
+    blocks = torch.empty(*scales.shape, Q8_0.nbytes, dtype=torch.uint8)
+    blocks[..., :_SCALE_BYTES] = scales.contiguous()[..., None].view(torch.uint8)
+    blocks[..., _SCALE_BYTES:] = codes.contiguous().view(torch.uint8).unflatten(-1, (-1, BLOCK))
+    return blocks.flatten(-2)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales, as ``blocks_of``, of rows ``[T, n]`` float32, rounded as ggml rounds.
+
+    With a the largest magnitude of a block the scale is a / 127, rounded to float16 when it is stored, and a
+    code is x times 127 / a, both in float32, ties to even. A block of zeros has scale 0.
+    """
+    blocks = x.unflatten(-1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1)
+    inverse = torch.where(largest > 0, _LARGEST / largest, 0.0)
+    codes = (blocks * inverse[..., None]).round().to(torch.int8)
+    return codes.flatten(-2), (largest / _LARGEST).half()

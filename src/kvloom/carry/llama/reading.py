@@ -1,0 +1,214 @@
+"""A state of llama.cpp as a ``CarriedCache``."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.carry.bytes import Source, typed
+from kvloom.carry.carried import CarriedCache, CarriedLayer, CarriedSide, Vectors, num_held
+from kvloom.carry.geometry import CacheGeometry, LayerGeometry
+from kvloom.carry.llama.codes import can_be_int8, int8_of
+from kvloom.carry.llama.conventions import (
+    architecture_of,
+    expect_rotation_said,
+    kind_of_codes,
+    rotation_of,
+)
+from kvloom.carry.llama.ggml import Q8_0, blocks_of
+from kvloom.carry.llama.state import LlamaState, StoredRows, parse_state
+from kvloom.carry.rope_pairs import to_halves
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.quant.rotation import rotate
+
+
+def read_llama(
+    source: Source,
+    geometry: CacheGeometry,
+    *,
+    pairs: str | None = None,
+    rotated: bool | None = None,
+    tokens: Sequence[int] | None = None,
+) -> CarriedCache:
+    """The cache in a state of llama.cpp, or in a file of a sequence or a context.
+
+    Only headers are read at once; numbers are read, layer by layer, when they are asked for.
+
+    Args:
+        source: A path, or bytes as of ``llama_state_seq_get_data``.
+        geometry: Sizes of the model's layers.
+        pairs: Order of RoPE's pairs in the keys, one of ``PAIRS``; ``None`` for that of the architecture.
+        rotated: Whether codes are rotated; must be given for codes of heads of a multiple of 64.
+        tokens: Ids of the tokens that are held; ``None`` for those of the file, if it has some.
+
+    Raises:
+        ArgumentError: the source is damaged or of another model, its positions are not 0 to T - 1, a window
+            lacks tokens, or tokens are others.
+        UnsupportedError: elements have a type that is not carried.
+        OSError: the file cannot be read.
+    """
+    found = architecture_of(geometry.architecture, pairs)
+    has_latents = any(x.has_latents for x in geometry.layers)
+    state = parse_state(source, has_values=not has_latents)
+    if state.architecture and found.name not in ("", state.architecture):
+        raise ArgumentError(f"source must be of architecture {found.name}, got {state.architecture!r}")
+    groups = layer_groups(geometry)
+    if len(state.caches) != len(groups):
+        raise ArgumentError(
+            f"source must have {len(groups)} caches for layers of this model, got {len(state.caches)}"
+        )
+    rows = [x for cache in state.caches for x in (*cache.keys, *cache.values)]
+    has_codes = any(x.type.dtype is None for x in rows)
+    if has_codes and has_latents:
+        raise UnsupportedError(f"source must have latents in floats, got {rows[0].type.name}")
+    dims = [dim for x in geometry.layers for dim in (x.key_dim, x.value_dim)]
+    how = _How(found.pairs == "adjacent", expect_rotation_said(rotated, has_codes, dims))
+    num_tokens = max(int(cache.positions.max()) for cache in state.caches) + 1
+    layers = dict[int, CarriedLayer]()
+    for numbers, cache in zip(groups, state.caches, strict=True):
+        own = [geometry.layers[i] for i in numbers]
+        if len(cache.keys) != len(numbers):
+            raise ArgumentError(
+                f"source must have {len(numbers)} layers {_name_of(own[0])}, got {len(cache.keys)}"
+            )
+        cells = _cells(cache.positions, num_tokens, own[0].window)
+        for i, layer, keys, values in zip(numbers, own, cache.keys, cache.values or cache.keys, strict=True):
+            layers[i] = _layer(i, layer, keys, values, cells, how)
+    ids = _tokens(state, tokens, num_tokens)
+    return CarriedCache(tuple(x for _, x in sorted(layers.items())), num_tokens, ids, _said(state))
+
+
+def layer_groups(geometry: CacheGeometry) -> list[list[int]]:
+    """Numbers of the layers in each cache of a state: those that see all tokens, then those with a window."""
+    full = [i for i, x in enumerate(geometry.layers) if x.window is None]
+    windowed = [i for i, x in enumerate(geometry.layers) if x.window is not None]
+    return [x for x in (full, windowed) if x]
+
+
+class _How(NamedTuple):
+    """How keys and codes are kept: adjacent pairs, and rotated codes."""
+
+    is_adjacent: bool
+    rotated: bool
+
+
+def _name_of(layer: LayerGeometry) -> str:
+    return "that see all tokens" if layer.window is None else f"with a window of {layer.window}"
+
+
+def _cells(positions: Tensor, num_tokens: int, window: int | None) -> Tensor | slice:
+    """Cells of the tokens that a layer holds, in order of positions."""
+    ordered, cells = positions.sort()
+    first, count = int(ordered[0]), len(ordered)
+    if first < 0 or not torch.equal(ordered, torch.arange(first, first + count, dtype=torch.int32)):
+        raise ArgumentError(
+            f"source must have each position once, got {count:,} from {first:,} to {int(ordered[-1]):,}"
+        )
+    if first + count != num_tokens:
+        raise ArgumentError(
+            f"source must have the same last position in each cache, {num_tokens - 1:,}, got "
+            f"{first + count - 1:,}"
+        )
+    wanted = num_held(num_tokens, window)
+    if count < wanted:
+        raise ArgumentError(
+            f"source must have positions {num_tokens - wanted:,} to {num_tokens - 1:,}, got those from "
+            f"{first:,} on: keys carry their positions"
+        )
+    if torch.equal(positions, ordered):
+        return slice(count - wanted, count)
+    return cells[count - wanted :]
+
+
+def _layer(
+    number: int,
+    layer: LayerGeometry,
+    keys: StoredRows,
+    values: StoredRows,
+    cells: Tensor | slice,
+    how: _How,
+) -> CarriedLayer:
+    count = cells.stop - cells.start if isinstance(cells, slice) else len(cells)
+    if layer.has_latents:
+        _expect_elements(f"keys of layer {number}", keys, layer.key_dim + layer.value_dim)
+        halves = partial(_latents, keys, cells, layer, how)
+        latents, rope = (
+            CarriedSide(count, 1, dim, keys.type.kind, partial(halves, side))
+            for side, dim in enumerate((layer.key_dim, layer.value_dim))
+        )
+        return CarriedLayer(latents, rope, layer.window, has_latents=True)
+    _expect_elements(f"keys of layer {number}", keys, layer.heads * layer.key_dim)
+    _expect_elements(f"values of layer {number}", values, layer.heads * layer.value_dim)
+    rotary = layer.rotary if how.is_adjacent else 0
+    loads: list[Callable[[], Vectors]] = [
+        partial(_vectors, keys, cells, layer.heads, rotary, _rotation(layer.key_dim, True, how)),
+        partial(_vectors, values, cells, layer.heads, 0, _rotation(layer.value_dim, False, how)),
+    ]
+    return CarriedLayer(
+        CarriedSide(count, layer.heads, layer.key_dim, _kind(keys, layer.key_dim, how), loads[0]),
+        CarriedSide(count, layer.heads, layer.value_dim, _kind(values, layer.value_dim, how), loads[1]),
+        layer.window,
+    )
+
+
+def _kind(rows: StoredRows, head_dim: int, how: _How) -> str:
+    return kind_of_codes(how.rotated, head_dim) if rows.type == Q8_0 else rows.type.kind
+
+
+def _rotation(head_dim: int, is_keys: bool, how: _How) -> int:
+    return rotation_of(head_dim, is_keys) if how.rotated else 0
+
+
+def _expect_elements(what: str, rows: StoredRows, wanted: int) -> None:
+    if rows.row_elements != wanted:
+        raise ArgumentError(f"source must have {what} of {wanted} elements a token, got {rows.row_elements}")
+
+
+def _floats(rows: StoredRows, cells: Tensor | slice) -> Tensor:
+    """Rows of float elements ``[T, n]``."""
+    if rows.type.dtype is None:
+        raise UnsupportedError(f"source must have floats, got {rows.type.name}")
+    if rows.is_transposed:
+        return typed(rows.raw, rows.type.dtype).t()[cells]
+    return typed(rows.raw[cells], rows.type.dtype)
+
+
+def _vectors(rows: StoredRows, cells: Tensor | slice, heads: int, rotary: int, rotation: int) -> Vectors:
+    """Head vectors of a side in halves; ``rotary`` is 0 where nothing is permuted."""
+    if rows.type != Q8_0:
+        x = _floats(rows, cells).unflatten(-1, (heads, -1))
+        return to_halves(x, rotary) if rotary else x
+    codes, scales = blocks_of(rows.raw[cells])
+    head_dim = codes.shape[-1] // heads
+    if rotary in (0, head_dim) and can_be_int8(head_dim, bool(rotary), rotation):
+        return int8_of(codes, scales, heads, bool(rotary), rotation)
+    x = int8_of(codes, scales, 1, False, 0).floats().unflatten(-1, (heads, -1)).flatten(1, 2)
+    x = rotate(x, rotation) if rotation else x
+    return to_halves(x, rotary) if rotary else x
+
+
+def _latents(rows: StoredRows, cells: Tensor | slice, layer: LayerGeometry, how: _How, side: int) -> Tensor:
+    """Latents (0) or rope keys (1) ``[T, 1, D]`` of rows that have both."""
+    x = _floats(rows, cells)[:, None]
+    if side == 0:
+        return x[..., : layer.key_dim]
+    x = x[..., layer.key_dim :]
+    return to_halves(x, layer.rotary) if how.is_adjacent else x
+
+
+def _tokens(state: LlamaState, given: Sequence[int] | None, num_tokens: int) -> tuple[int, ...] | None:
+    if state.tokens and len(state.tokens) != num_tokens:
+        raise ArgumentError(
+            f"source must have the ids of its {num_tokens:,} tokens, got {len(state.tokens):,}"
+        )
+    if given is None:
+        return state.tokens or None
+    if state.tokens and state.tokens != tuple(given):
+        raise ArgumentError("tokens must be those of the source, got others")
+    return tuple(given)
+
+
+def _said(state: LlamaState) -> tuple[tuple[str, str], ...]:
+    return (("form", state.form), ("architecture", state.architecture))

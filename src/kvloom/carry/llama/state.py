@@ -1,0 +1,253 @@
+"""The bytes of llama.cpp's states: in memory, in a file of a sequence, and in that of a context.
+
+Versions: state files of a sequence 3, of a context 10, as llama-cpp-python 0.3.36 writes them. Little-endian,
+packed without alignment. All sizes are compared with the bytes that are there before any is allocated.
+
+Shapes: C cells, which are tokens; n elements of a row, H times D of a token.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.carry.bytes import Cursor, Source, bytes_of, write_tensor
+from kvloom.carry.llama.ggml import GgmlType, type_of
+from kvloom.errors import ArgumentError
+
+STATE_MAGIC: Final = 0xAF143CD8
+SEQUENCE_MAGIC: Final = 0x67677371
+CONTEXT_MAGIC: Final = 0x6767736E
+VERSIONS: Final = {SEQUENCE_MAGIC: 3, CONTEXT_MAGIC: 10}
+FORMS: Final = {"state": STATE_MAGIC, "sequence": SEQUENCE_MAGIC, "context": CONTEXT_MAGIC}
+"""First number of a state in memory, of a sequence's file, and of a context's file."""
+_LONGEST_NAME: Final = 256
+_CELL: Final = 3
+"""Numbers of a cell with one sequence id: position, number of ids, id."""
+
+
+class StoredRows(NamedTuple):
+    """Keys or values of one layer, as they lie in a state.
+
+    Attributes:
+        type: Type of the elements.
+        raw: ``[C, bytes of a row]`` uint8; ``[n, bytes of C elements]`` of transposed values.
+        is_transposed: Whether a row is one element of all tokens; then elements are floats.
+    """
+
+    type: GgmlType
+    raw: Tensor
+    is_transposed: bool
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a token."""
+        if self.is_transposed:
+            return self.raw.shape[0]
+        return self.raw.shape[1] // self.type.nbytes * self.type.block
+
+
+@dataclass(frozen=True)
+class StoredCache:
+    """One of the caches of a state: layers that see all tokens, or those with a window.
+
+    Attributes:
+        positions: ``[C]`` int32, in the order of the cells.
+        v_trans: Whether values are transposed, as a context without flash attention has them.
+        keys: Keys of each layer.
+        values: Values of each layer; empty of latents, whose values are a part of their keys.
+    """
+
+    positions: Tensor
+    v_trans: bool
+    keys: tuple[StoredRows, ...]
+    values: tuple[StoredRows, ...]
+
+
+@dataclass(frozen=True)
+class LlamaState:
+    """What a state says, without its numbers.
+
+    Attributes:
+        form: One of ``FORMS``.
+        caches: One, or two with windows: layers that see all tokens first.
+        tokens: Ids of the tokens of a file; ``None`` of a state in memory.
+        architecture: Name of the architecture in a context's file; empty elsewhere.
+    """
+
+    form: str
+    caches: tuple[StoredCache, ...]
+    tokens: tuple[int, ...] | None = None
+    architecture: str = ""
+
+
+def parse_state(source: Source, has_values: bool | None = None) -> LlamaState:
+    """What a state or one of its files says; numbers stay where they are until they are read.
+
+    Args:
+        source: A file, or the bytes of a state or of a file.
+        has_values: Whether layers have values, which those of latents have not. ``None``: what fits to the
+            last byte.
+
+    Raises:
+        ArgumentError: it is no whole state of one sequence, to the last byte.
+        UnsupportedError: a type of its elements is not carried.
+        OSError: the file cannot be read.
+    """
+    data = bytes_of("source", source)
+    if has_values is not None:
+        return _parse(Cursor("source", data), has_values)
+    try:
+        return _parse(Cursor("source", data), True)
+    except ArgumentError as error:
+        try:
+            return _parse(Cursor("source", data), False)
+        except ArgumentError:
+            raise error from None
+
+
+def _parse(cursor: Cursor, has_values: bool) -> LlamaState:
+    [magic] = cursor.numbers("I", "a magic number")
+    names = {number: form for form, number in FORMS.items()}
+    if magic not in names:
+        raise ArgumentError(f"source must be a state of llama.cpp or a file of one, got magic {magic:#010x}")
+    tokens, architecture = None, ""
+    if magic == STATE_MAGIC:
+        cursor.numbers("i", "a sequence id")
+    else:
+        version, count = cursor.numbers("II", "a version and a number of tokens")
+        if version != VERSIONS[magic]:
+            raise ArgumentError(
+                f"source must be of version {VERSIONS[magic]} of a {names[magic]}'s file, got {version}"
+            )
+        tokens = tuple(cursor.table(count, 1, "tokens").flatten().tolist())
+    if magic == CONTEXT_MAGIC:
+        architecture = _name_at(cursor)
+    caches = list[StoredCache]()
+    while cursor.left or not caches:
+        if len(caches) == 2:
+            raise ArgumentError(f"source must end with its second cache, got {cursor.left:,} more bytes")
+        caches.append(_parse_cache(cursor, has_values))
+    return LlamaState(names[magic], tuple(caches), tokens, architecture)
+
+
+def _name_at(cursor: Cursor) -> str:
+    [length] = cursor.numbers("I", "the length of an architecture's name")
+    if length > _LONGEST_NAME:
+        raise ArgumentError(f"source must name an architecture in {_LONGEST_NAME} bytes, got {length:,}")
+    try:
+        return bytes(cursor.take(length, "an architecture's name").tolist()).decode()
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"source must name an architecture in UTF-8: {error}") from error
+
+
+def _parse_cache(cursor: Cursor, has_values: bool) -> StoredCache:
+    streams, cells = cursor.numbers("II", "streams and cells")
+    if streams != 1:
+        raise ArgumentError(f"source must have one stream, got {streams:,}")
+    if not cells:
+        raise ArgumentError("source must have cells, got none")
+    table = cursor.table(cells, _CELL, "cells")
+    wrong = (table[:, 1] != 1).nonzero()
+    if len(wrong):
+        cell = int(wrong[0])
+        raise ArgumentError(f"source must have one sequence in cell {cell:,}, got {int(table[cell, 1]):,}")
+    v_trans, layers = cursor.numbers("II", "v_trans and layers")
+    if v_trans not in (0, 1):
+        raise ArgumentError(f"source must have v_trans 0 or 1, got {v_trans:,}")
+    if not layers:
+        raise ArgumentError("source must have layers, got none")
+    least = 13 * cells  # a row of one byte and its header
+    if layers * least > cursor.left:
+        raise ArgumentError(f"source must have room for its layers, got {layers:,} in {cursor.left:,} bytes")
+    keys = tuple(_rows_at(cursor, cells, f"keys of layer {i}") for i in range(layers))
+    values = tuple[StoredRows, ...]()
+    if has_values:
+        read: Callable[[Cursor, int, str], StoredRows] = _columns_at if v_trans else _rows_at
+        values = tuple(read(cursor, cells, f"values of layer {i}") for i in range(layers))
+    return StoredCache(table[:, 0].clone(), bool(v_trans), keys, values)
+
+
+def _rows_at(cursor: Cursor, cells: int, what: str) -> StoredRows:
+    number, nbytes = cursor.numbers("iQ", f"the header of {what}")
+    found = type_of(number)
+    if not nbytes or nbytes % found.nbytes:
+        raise ArgumentError(
+            f"source must have {what} in rows of whole blocks of {found.nbytes} bytes, got {nbytes:,}"
+        )
+    return StoredRows(found, cursor.take(nbytes * cells, what).view(cells, nbytes), False)
+
+
+def _columns_at(cursor: Cursor, cells: int, what: str) -> StoredRows:
+    number, nbytes, rows = cursor.numbers("iII", f"the header of {what}")
+    found = type_of(number)
+    if found.dtype is None or nbytes != found.nbytes or not rows:
+        raise ArgumentError(
+            f"source must have {what} transposed in floats, got {rows:,} rows of {nbytes:,} bytes of "
+            f"{found.name}"
+        )
+    return StoredRows(found, cursor.take(nbytes * rows * cells, what).view(rows, cells * nbytes), True)
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+class RowsToWrite(NamedTuple):
+    """Keys or values of one layer that are made when they are written.
+
+    Attributes:
+        type: Type of the elements.
+        elements: Elements of a row.
+        make: Function that makes ``[C, bytes of a row]`` uint8.
+    """
+
+    type: GgmlType
+    elements: int
+    make: Callable[[], Tensor]
+
+
+class CacheToWrite(NamedTuple):
+    """One cache of a state; fields as of ``StoredCache``, positions in order."""
+
+    positions: range
+    v_trans: bool
+    keys: Sequence[RowsToWrite]
+    values: Sequence[RowsToWrite]
+
+
+def write_head(file: BinaryIO, form: str, tokens: Sequence[int], architecture: str) -> None:
+    """Write what is before the first cache of a state or file."""
+    if form == "state":
+        file.write(struct.pack("<Ii", STATE_MAGIC, 0))
+        return
+    magic = FORMS[form]
+    file.write(struct.pack("<III", magic, VERSIONS[magic], len(tokens)))
+    write_tensor(file, torch.tensor(tokens, dtype=torch.int32))
+    if form == "context":
+        name = architecture.encode()
+        file.write(struct.pack("<I", len(name)) + name)
+
+
+def write_cache(file: BinaryIO, cache: CacheToWrite) -> None:
+    """Write one cache, layer by layer."""
+    cells = len(cache.positions)
+    file.write(struct.pack("<II", 1, cells))
+    table = torch.zeros(cells, _CELL, dtype=torch.int32)  # a sequence id of any value is taken
+    table[:, 0] = torch.arange(cache.positions.start, cache.positions.stop)
+    table[:, 1] = 1
+    write_tensor(file, table)
+    file.write(struct.pack("<II", cache.v_trans, len(cache.keys)))
+    for rows in cache.keys:
+        file.write(struct.pack("<iQ", rows.type.number, rows.type.row_bytes(rows.elements)))
+        write_tensor(file, rows.make())
+    for rows in cache.values:
+        if cache.v_trans:
+            file.write(struct.pack("<iII", rows.type.number, rows.type.nbytes, rows.elements))
+            integers = torch.int32 if rows.type.nbytes == 4 else torch.int16
+            write_tensor(file, rows.make().view(integers).t())
+        else:
+            file.write(struct.pack("<iQ", rows.type.number, rows.type.row_bytes(rows.elements)))
+            write_tensor(file, rows.make())

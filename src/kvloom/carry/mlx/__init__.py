@@ -1,0 +1,1 @@
+"""Prompt caches of mlx-lm."""

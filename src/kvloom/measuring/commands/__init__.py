@@ -1,0 +1,1 @@
+"""Commands that measure: each its options, and what it prints."""
