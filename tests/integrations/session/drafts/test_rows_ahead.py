@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from integrations.models.test_families import family
 from oracles.language_models import make_model, make_prompts
 from oracles.pairs import pairwise
 from torch import Tensor
@@ -24,7 +25,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-from kvloom.errors import UnsupportedError
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.session.drafts.costs import Costs
@@ -267,7 +268,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "hidden states": (full, {"output_hidden_states": True}, "output_hidden_states"),
     "attentions": (full, {"output_attentions": True}, "output_attentions"),
     "other processes": (full, {"synced_gpus": True}, "synced_gpus"),
-    "recurrent states": (hybrid, {}, "more than keys and values.*Qwen3Next"),
+    "recurrent states": (hybrid, {}, "Qwen3Next.*recurrent states"),
+    "both in a layer": (lambda: family("Falcon-H1"), {}, "FalconH1.*recurrent states"),
     "other frequencies": (stretched, {}, "RoPE.*max_length 49"),
 }
 
@@ -291,8 +293,10 @@ def test_other_caches_are_refused() -> None:
     enable(model)
     with pytest.raises(ValueError, match="batch_size"):
         generated(model, inputs, **{CACHE_ARGUMENT: DynamicCache(config=model.config)}, **LOOKUP)
+    with pytest.raises(ArgumentError, match="at least 1, got 0"):
+        generated(model, inputs, prompt_lookup_num_tokens=0)
     static = KVCache.for_model(model, static=True, max_tokens=64)
-    with pytest.raises(UnsupportedError, match="static"):
+    with pytest.raises(UnsupportedError, match="keys and values in fixed storage"):
         generated(model, inputs, **{CACHE_ARGUMENT: static}, **LOOKUP)
     found = KVPool.for_model(model, max_tokens=512).begin(inputs["input_ids"])
     with pytest.raises(UnsupportedError, match="PoolCache"):

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -13,14 +14,14 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from kvloom.caches import PagedLayer
-from kvloom.errors import StateError, UnsupportedError
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
-from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer, kept_by
 from kvloom.integrations.transformers.models.cache_argument import given_cache
 from kvloom.integrations.transformers.models.layer_specs import DummyLayer
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.session.drafts.rows_ahead import RowsAhead
+from kvloom.integrations.transformers.states.specs import stateful_layers
 from kvloom.integrations.transformers.versions import IS_4
 
 GENERATE: Final = "generate"
@@ -33,6 +34,10 @@ class Generate:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(getattr(type(self._model), GENERATE).__get__(self._model))
+
     @staticmethod
     def suits(model: PreTrainedModel) -> bool:
         """Whether a model generates as others do, in a version of transformers that has this loop."""
@@ -43,7 +48,7 @@ class Generate:
         model: Any = self._model
         given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         asked = kwargs.get(LOOKUP), *(getattr(x, LOOKUP, None) for x in (given, model.generation_config))
-        looks_up = any(x is not None for x in asked)
+        looks_up = any(x is not None for x in asked) and kwargs.get("custom_generate") is None
         return type(model).generate(_WithLookup(model) if looks_up else model, *args, **kwargs)
 
 
@@ -63,6 +68,8 @@ class _WithLookup:
         is_lookup = kwargs.get("assistant_model") is None and generation.assistant_early_exit is None
         if len(input_ids) == 1 or not is_lookup or not isinstance(cache, KVCache):
             return type(model)._assisted_decoding(model, input_ids, **kwargs)
+        if generation.prompt_lookup_num_tokens < 1:
+            raise ArgumentError(f"{LOOKUP} must be at least 1, got {generation.prompt_lookup_num_tokens}")
         if refusal := _why_one_row(model, cache, input_ids, kwargs):
             raise UnsupportedError(f"{LOOKUP} must be None for {len(input_ids)} rows {refusal}")
         return _decode_ahead(model, cache, input_ids, kwargs)
@@ -135,12 +142,14 @@ def _why_one_row(model: Any, cache: KVCache, input_ids: Tensor, kwargs: dict[str
     )
     refused = [x for x in ("output_attentions", "output_hidden_states") if getattr(generation, x, False)]
     refused += ["synced_gpus"] * bool(kwargs.get("synced_gpus"))
-    if type(cache) is not KVCache or not all(isinstance(x, KVCacheLayer | DummyLayer) for x in cache.layers):
+    if stateful_layers(cache.layers):
+        return f"of {type(model).__name__}, which has recurrent states"
+    kinds = {type(x) for x in cache.layers}
+    if type(cache) is not KVCache or not kinds <= {KVCacheLayer, DummyLayer}:
+        kept = " and ".join(sorted({kept_by(x) for x in cache.layers if not isinstance(x, DummyLayer)}))
         return (
-            f"in a cache of more than keys and values, got {type(cache).__name__} of {type(model).__name__}"
+            f"but in a KVCache that grows, of keys and values alone, got a {type(cache).__name__} of {kept}"
         )
-    if not all(isinstance(x.pages, PagedLayer) for x in cache.layers if isinstance(x, KVCacheLayer)):
-        return "in a static cache"
     if any(any(x.begins) for x in cache.sequences):
         return "that do not begin together in their cache"
     if kwargs.get("position_ids") is None:
