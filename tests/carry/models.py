@@ -42,6 +42,7 @@ _LATENTS = {
 }
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
+    "wide": ("LlamaForCausalLM", {"head_dim": 128}),
     "yarn": (
         "LlamaForCausalLM",
         {

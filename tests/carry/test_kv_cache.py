@@ -75,6 +75,20 @@ def test_codes_stay_codes(name: str, rotated: bool) -> None:
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
+def test_one_side_may_be_codes_alone() -> None:
+    """Values of heads of 128 are rotated by llama.cpp in two parts, which no KVCache has."""
+    model, tokens = small("wide"), text(40)
+    geometry = geometry_of(model)
+    exact = from_cache(prefilled(model, tokens), model)
+    data = llama_state(exact, geometry, kind="q8_0", rotated=True, rounding=True)
+    again = to_cache(read_llama(data, geometry, rotated=True), model)
+    entry = again.layers[0].pages.storage.entry
+    assert (entry.key.kind, entry.key.rotated, entry.value.kind) == ("int8:g16", True, "float32")
+    carried = from_cache(again, model)
+    assert carried.kinds == ("int8:g16", "float32")
+    assert llama_state(carried, geometry, kind="q8_0", rotated=True, rounding=True) == data
+
+
 def test_other_codes_are_dequantized_or_refused() -> None:
     model, tokens = small("llama"), text(40)
     geometry = geometry_of(model)

@@ -105,7 +105,7 @@ def _floats_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat) -
     """Floats ``[N, H, D]``, in the dtype in which they are stored; of codes float32."""
     dtype = torch.float32 if format.bits else getattr(torch, format.dtype)
     found: Tensor = layer.pages.stored().gather(dtype)[side][0, :, _columns(layer, count)].transpose(0, 1)
-    return found
+    return found.cpu()
 
 
 def _codes_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat) -> Int8Codes:
@@ -118,7 +118,7 @@ def _codes_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat) ->
     if found is None or found.scale is None:
         raise ArgumentError(f"cache must have codes in both sides, got none in {_SIDES[side]}")
     codes, scales = (x.flatten(-2).flatten(0, 2) for x in (found.cache, found.scale))
-    return Int8Codes(codes, scales.half(), block_of(format.head_dim) if format.rotated else 0)
+    return Int8Codes(codes.cpu(), scales.half().cpu(), block_of(format.head_dim) if format.rotated else 0)
 
 
 def _empty_view(like: KVView, count: int) -> KVView:
