@@ -76,8 +76,8 @@ def continuous_batching(
             before a session, and its weights are read once.
         drafts: ``"lookup"`` lets steps also compute up to 15 tokens after the newest one of a request: those
             that followed where its last tokens came before in its prompt and answer. They are verified, so
-            tokens and log probabilities have the bits that they have without. It needs a CPU, batch
-            invariance and no recurrent states; sessions with ``do_sample`` are refused.
+            tokens and log probabilities have the bits that they have without. It needs a CPU and batch
+            invariance, also of mixers with recurrent states; sessions with ``do_sample`` are refused.
 
     Returns:
         ``model``.

@@ -31,9 +31,10 @@ from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
 from kvloom.integrations.transformers.session.drafts import expect_drafts
-from kvloom.integrations.transformers.session.drafts.drafter import Drafter
+from kvloom.integrations.transformers.session.drafts.drafter import MOST, Drafter
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
+from kvloom.integrations.transformers.session.requests.cuts import Cuts
 from kvloom.integrations.transformers.session.requests.groups import (
     STATES_SHARE,
     Limits,
@@ -345,6 +346,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         scheduler.most_positions = self.most_positions
         if self._drafts is not None:
             scheduler.drafter = Drafter(cache.requests)
+            if self._stateful is not None:
+                scheduler.most_drafted = max(MOST, config.max_requests_per_batch)
             processor.note_time = scheduler.drafter.costs.note
         return processor
 
@@ -361,7 +364,9 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
                 specs = [x for own in self._specs.values() for x in own]
-                limits, max_pages = limits.fitted(int(free * config.max_memory_percent), specs)
+                limits, max_pages = limits.fitted(
+                    int(free * config.max_memory_percent), specs, 0 if self._drafts is None else MOST
+                )
                 config.max_requests_per_batch = limits.num_requests
         cache = BatchCache(
             text,
@@ -374,9 +379,16 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             stateful=self._stateful,
             states=self._make_states(max_pages) if self._share and self._stateful is not None else None,
             agents=self.agents,
+            cuts=self._make_cuts(max_batch_tokens),
         )
         self._put_below(cache)
         return cache
+
+    def _make_cuts(self, max_batch_tokens: int) -> Cuts | None:
+        """Where texts are cut for mixers, if there are any and the session is batch invariant."""
+        if self._stateful is None or not self._wish.batch_invariant:
+            return None
+        return Cuts.of(self._interval, max_batch_tokens, self.num_return_sequences > 1)
 
     def _make_states(self, max_pages: int) -> PoolStates:
         """Pages of findable recurrent states, in half the bytes of pages, at least for eight texts."""
