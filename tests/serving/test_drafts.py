@@ -18,8 +18,16 @@ from serving.test_models import other_model
 
 from kvloom.cli import main
 from kvloom.integrations.transformers import load_model
+from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.models import bundled_model_path
 from kvloom.serving.options import add_options
+
+
+@pytest.fixture(autouse=True)
+def _steps_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are as long as they can be, whatever steps take on this machine."""
+    monkeypatch.setattr(Costs, "note", lambda self, num_tokens, seconds: None)
+
 
 CODE = 'def area(width, height):\n    return width * height\n\n\nPAIRS = {"a": 1, "b": 2, "c": 3}\n'
 COPY = CODE * 3 + CODE[:30]

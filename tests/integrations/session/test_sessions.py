@@ -241,8 +241,8 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_transformers_4_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvloom.integrations.transformers.session.IS_4", True)
-    monkeypatch.setattr("kvloom.integrations.transformers.session.transformers.__version__", "4.57.6")
+    monkeypatch.setattr("kvloom.integrations.transformers.session.served.IS_4", True)
+    monkeypatch.setattr("kvloom.integrations.transformers.session.served.transformers.__version__", "4.57.6")
     with pytest.raises(UnsupportedError, match=r"must have transformers 5\.19\.0 or newer, got 4\.57\.6"):
         continuous_batching(make_model())
 

@@ -24,6 +24,7 @@ from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMEN
 from kvloom.integrations.transformers.session.choices.penalties import TokenBias
 from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
 from kvloom.integrations.transformers.session.drafts import assistant as assistant_module
+from kvloom.integrations.transformers.session.drafts.account import Account
 from kvloom.integrations.transformers.session.drafts.assistant import Assistant
 from kvloom.integrations.transformers.session.drafts.assisting import Assisting
 from kvloom.integrations.transformers.session.drafts.costs import Costs
@@ -51,6 +52,7 @@ def _counts_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
         return found
 
     monkeypatch.setattr(Costs, "note", fixed)
+    monkeypatch.setattr(Account, "note", lambda self, *args: None)
     monkeypatch.setattr(Assisting, "counts", counts)
     monkeypatch.setattr(Assistant, "draft", checked)
 

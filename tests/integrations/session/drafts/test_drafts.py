@@ -19,7 +19,6 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import continuous_batching, report_layers
-from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT
 from kvloom.integrations.transformers.session.choices.penalties import CountPenalties, TokenBias
 from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
 from kvloom.integrations.transformers.session.drafts.costs import Costs
@@ -122,6 +121,7 @@ def expect_same(model: Any, kv: str, requests: Sequence[list[int]], seed: int, *
     """Expect the bits of a session without drafts; the report of the one with them."""
     draw = random.Random(seed)
     how = {"share": draw.random() < 0.7, "pack": options.pop("pack", False)}
+    how["state_interval"] = options.pop("state_interval", None)
     options |= {
         "is_sampled": draw.random() < 0.6,
         "page_size": draw.choice([8, 16]),
@@ -258,12 +258,6 @@ def test_a_step_has_room_for_prompts_first() -> None:
 def test_wrong_drafts_are_refused(options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
         continuous_batching(model_of("Llama", torch.float32), **options)
-
-
-@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="sessions serve no recurrent states before 5.24")
-def test_recurrent_states_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"^drafts must be None for .*, whose recurrent states"):
-        continuous_batching(family("Falcon-H1"), drafts="lookup")
 
 
 def test_random_numbers_of_all_requests_together_are_refused() -> None:

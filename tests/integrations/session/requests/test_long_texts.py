@@ -27,7 +27,7 @@ def test_a_step_that_fills_a_page_costs_the_same_behind_any_number_of_tokens() -
         cache = cache_of(200)
         state = SimpleNamespace(
             request_id="a", initial_tokens=[*range(PAGE * num_pages)], generated_tokens=[1] * 2 * PAGE,
-            num_children=0, logit_processor_kwargs={}, length=0,
+            num_children=0, logit_processor_kwargs={}, length=0, _true_initial_tokens=0,
         )  # fmt: skip
         state.current_len = partial(getattr, state, "length")
         state.remaining_prefill_tokens = state.initial_tokens

@@ -48,6 +48,7 @@ class Alone:
             generated_tokens=[],
             num_children=0,
             logit_processor_kwargs={},
+            _true_initial_tokens=0,
             current_len=lambda: self.layer.num_tokens,
         )
 

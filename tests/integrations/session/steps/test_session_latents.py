@@ -45,7 +45,7 @@ def test_families_with_keys_of_an_index_are_refused(name: str) -> None:
 def test_latents_that_are_expanded_before_they_are_cached_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvloom.integrations.transformers.session.has_latents", lambda config: False)
+    monkeypatch.setattr("kvloom.integrations.transformers.session.served.has_latents", lambda config: False)
     with pytest.raises(UnsupportedError, match=r"^model must cache its latents, which DeepseekV3ForCausalLM"):
         continuous_batching(family("deepseek_v3"))
 

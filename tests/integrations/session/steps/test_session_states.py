@@ -195,12 +195,14 @@ def test_a_mixer_that_is_given_other_tokens_is_refused(model: Any) -> None:
         assert running.outputs[name].generated_tokens == expected
 
 
+@pytest.mark.parametrize(("is_invariant", "num_calls"), [(True, 3), (False, 2)])
 def test_requests_with_as_many_tokens_are_computed_at_once(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, monkeypatch: pytest.MonkeyPatch, is_invariant: bool, num_calls: int
 ) -> None:
-    continuous_batching(model, share=False)
+    """With batch invariance prompts are computed alone."""
+    continuous_batching(model, share=False, batch_invariant=is_invariant)
     calls, before = list[int](), MixerCalls.before
-    requests = [PROMPT, PROMPT[:60], PROMPT[::-1]]  # the first and the last are called together
+    requests = [PROMPT, PROMPT[:60], PROMPT[::-1]]  # of which the first and the last may be called together
     expected = [alone(model, x, 8) for x in requests]
 
     def counted(self: Any, *args: Any) -> Any:
@@ -211,7 +213,7 @@ def test_requests_with_as_many_tokens_are_computed_at_once(
     with session(model) as running:
         names = running.manager.add_requests(requests)
         running.step()
-        assert {*calls} == {2}
+        assert {*calls} == {num_calls}
         calls.clear()
         running.run()
         assert {*calls} == {1}

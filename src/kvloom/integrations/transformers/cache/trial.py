@@ -196,6 +196,14 @@ def try_states(model: Any) -> StatefulCache:
     return cache
 
 
+def states_of_text(model: Any, num_tokens: int) -> StatefulCache:
+    """The cache of a short text of one row, which a model computes at once."""
+    cache = StatefulCache(make_layers(model, cache_format(text_config_of(model))))
+    with _in_own_dtype(model):
+        _logits(model, _tokens(model, num_tokens), cache)
+    return cache
+
+
 def _tokens(model: Any, count: int) -> Tensor:
     """Tokens ``[1, count]`` of the model's vocabulary, none of them special."""
     text = text_config_of(model)

@@ -1,6 +1,7 @@
 """Batch invariance: layers, possibly packed, that give a row the same bits in any batch."""
 
 from kvloom.integrations.transformers.invariance.install import (
+    BY_CUTS,
     NO_WISH,
     LayerReport,
     Wish,
@@ -12,6 +13,7 @@ from kvloom.integrations.transformers.invariance.install import (
 )
 
 __all__ = [
+    "BY_CUTS",
     "NO_WISH",
     "LayerReport",
     "Wish",

@@ -86,9 +86,16 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    """Matrices ``[E, M, K]`` times ``[E, K, N]``, one by one, since batched products use other kernels."""
+    """Matrices ``[E, M, K]`` times ``[E, K, N]``, one by one, since batched products use other kernels.
+
+    Matrices times vectors are sums over K, each in an order of its own length.
+    """
     if not input.shape[0]:
         return torch.bmm(input, mat2)
+    if mat2.shape[2] == 1:  # as many as recurrent states have heads
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        products = input.to(dtype) * mat2.transpose(1, 2).to(dtype)
+        return products.sum(-1, keepdim=True).to(input.dtype)
     return torch.stack([_rows_by(rows, matrix) for rows, matrix in zip(input, mat2, strict=True)])
 
 

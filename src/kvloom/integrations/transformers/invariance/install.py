@@ -41,6 +41,8 @@ from kvloom.ops.invariance import WHY_NOT_COMPILED, BatchInvariance, why_not_bat
 _CHANGES: Final = "_kvloom_layers"
 _RECURRENT: Final = ("A_log", "recurrent_param", "slope_rate")
 """Names of parameters and buffers that only layers with recurrent states have."""
+BY_CUTS: Final = "recurrent states depend on how a text is cut"
+"""Reason for which layers with recurrent states are not batch invariant by themselves."""
 
 
 class Wish(NamedTuple):
@@ -251,7 +253,7 @@ def _note(report: LayerReport, name: str, layer: nn.Module) -> None:
     """Add a layer to the report: count its rule, or name why its rows may differ."""
     reason = ""
     if any(x in _RECURRENT for x in (*layer._parameters, *layer._buffers)):
-        reason = "recurrent states depend on how a text is cut"
+        reason = BY_CUTS
     if isinstance(layer, InvariantRows):
         rule = layer.packed.rule if isinstance(layer, PackedRows) else layer.row_rule
         report.rules[str(rule)] = report.rules.get(str(rule), 0) + 1

@@ -122,8 +122,11 @@ def _make_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     if kind.__module__.startswith("torch.") and not is_activation:
         return None
     names = _names(kind)
-    is_convolution = "update_conv_state" in names and "update_recurrent_state" not in names
-    if not is_own_linear and not is_convolution and INLINE.isdisjoint(names):
+    is_recurrent = (
+        "update_recurrent_state" in names
+    )  # its recurrence is in functions, which may call products
+    is_convolution = "update_conv_state" in names and not is_recurrent
+    if not (is_own_linear or is_convolution or is_recurrent) and INLINE.isdisjoint(names):
         return None
     mixin: type[Invariant] = InvariantModule
     if is_activation:

@@ -70,10 +70,10 @@ def continuous_batching(
             before a session, and its weights are read once.
         drafts: ``"lookup"`` lets steps also compute up to 15 tokens after the newest one of a request: those
             that followed where its last tokens came before in its prompt and answer. They are verified, so
-            tokens and log probabilities have the bits that they have without. It needs a CPU, batch
-            invariance and no recurrent states; sessions with ``do_sample`` are refused. A smaller
-            ``PreTrainedModel`` with the same tokens also writes drafts, as an assistant, where lookup finds
-            none or is less often right. It has as many pages as the session, and its own attention and
+            tokens and log probabilities have the bits that they have without. It needs a CPU and batch
+            invariance, also of mixers with recurrent states; sessions with ``do_sample`` are refused. A
+            smaller ``PreTrainedModel`` with the same tokens also writes drafts, as an assistant, where lookup
+            finds none or is less often right. It has as many pages as the session, and its own attention and
             layers between sessions.
 
     Returns:

@@ -14,9 +14,10 @@ from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.layer_specs import sources_of
 from kvloom.integrations.transformers.pool.states import PoolStates
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
+from kvloom.integrations.transformers.session.requests.cuts import Cuts
 from kvloom.integrations.transformers.session.requests.groups import Limits
 from kvloom.integrations.transformers.session.requests.prefixes import SessionPrefixes
-from kvloom.integrations.transformers.session.requests.prompt import Prompt
+from kvloom.integrations.transformers.session.requests.prompt import Prompt, num_asked
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
 from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.stand_ins import NoSectors
@@ -49,6 +50,7 @@ class BatchCache(CacheOfMixers):
         stateful: Layers of any cache for a model with recurrent states; ``None`` for other models.
         states: Pages of states that requests find; ``None`` without sharing.
         agents: Sessions of agents, which hold pages; ``None`` for new ones.
+        cuts: Where texts are cut for mixers; ``None`` if bits may depend on what else is in a step.
 
     Attributes:
         requests: The requests that hold pages.
@@ -81,13 +83,14 @@ class BatchCache(CacheOfMixers):
         stateful: Sequence[Any] | None = None,
         states: PoolStates | None = None,
         agents: AgentSessions | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
         groups, num_codes = limits.groups(max_pages, policy, device), len(limits.codes)
         self.codes, self.residuals = groups[:num_codes], groups[num_codes:]
-        prefixes = SessionPrefixes(groups, watch, states, stateful, agents)
+        prefixes = SessionPrefixes(groups, watch, states, stateful, agents, cuts)
         self.requests = SessionRequests(groups, prefixes, share)
         kept = self.codes, self.residuals, limits.format.recent, sources_of(config), stateful, device
-        self.steps = Steps(*kept, self.requests.lock)
+        self.steps, self._cuts = Steps(*kept, self.requests.lock, cuts), cuts
         self.max_pages, self.max_batch_tokens = max_pages, limits.max_batch_tokens
         self.tokens_per_page = size = limits.format.page_size
         self.device, self.use_prefix_sharing, self.pool = device, share, NoSectors()
@@ -158,7 +161,9 @@ class BatchCache(CacheOfMixers):
             request_len: Number of new tokens.
             dry_run: Only check, and take no pages.
         """
-        past, requests = state.current_len(), self.requests
+        past, requests, request_len = state.current_len(), self.requests, self.num_whole(state, request_len)
+        if not request_len:
+            return False
         if dry_run:
             return requests.num_missing(state.request_id, past + request_len) <= requests.pages.num_room
         has_room = requests.extend(state.request_id, past, past + request_len)
@@ -167,6 +172,17 @@ class BatchCache(CacheOfMixers):
             prompt = prompt if self.use_prefix_sharing else prompt._replace(most=0)
             return requests.begin(prompt, past, past + request_len)
         return has_room
+
+    def num_whole(self, state: Any, count: int) -> int:
+        """Largest number of next tokens of a request, at most ``count``, that a step may compute.
+
+        It is 0 for a part of a prompt that is shorter than a piece.
+        """
+        return (
+            count
+            if self._cuts is None
+            else self._cuts.num_whole(num_asked(state), state.current_len(), count)
+        )
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Release the pages of a request; pages that can be found again are evicted last.

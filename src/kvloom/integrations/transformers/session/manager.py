@@ -31,10 +31,12 @@ from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
 from kvloom.integrations.transformers.session.drafts import expect_drafts
+from kvloom.integrations.transformers.session.drafts.assisting import MOST
 from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.drafts.lent import LentModel, expect_free
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions
+from kvloom.integrations.transformers.session.requests.cuts import Cuts
 from kvloom.integrations.transformers.session.requests.groups import (
     STATES_SHARE,
     Limits,
@@ -357,6 +359,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         scheduler.most_positions = self.most_positions
         if self._drafts is not None:
             scheduler.drafter = drafter = Drafter(cache.requests, cache.assistant)
+            if self._stateful is not None:
+                scheduler.most_drafted = max(MOST, config.max_requests_per_batch)
             processor.note_time, processor.note_drafts = drafter.costs.note, drafter.note
         return processor
 
@@ -376,7 +380,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 room, own_bytes = free * config.max_memory_percent, page_bytes(self._layers, self._format)
                 if self._lent is not None:  # a page of the assistant beside each of the session
                     room *= own_bytes / (own_bytes + self._lent.page_bytes)
-                limits, max_pages = limits.fitted(int(room), specs)
+                most_drafted = 0 if self._drafts is None else MOST
+                limits, max_pages = limits.fitted(int(room), specs, most_drafted)
                 config.max_requests_per_batch = limits.num_requests
         cache = BatchCache(
             text,
@@ -389,11 +394,18 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             stateful=self._stateful,
             states=self._make_states(max_pages) if self._share and self._stateful is not None else None,
             agents=self.agents,
+            cuts=self._make_cuts(max_batch_tokens),
         )
         if self._lent is not None:
             cache.assistant = self._lent.assistant(max_pages, limits, self._share, self._policy)
         self._put_below(cache)
         return cache
+
+    def _make_cuts(self, max_batch_tokens: int) -> Cuts | None:
+        """Where texts are cut for mixers, if there are any and the session is batch invariant."""
+        if self._stateful is None or not self._wish.batch_invariant:
+            return None
+        return Cuts.of(self._interval, max_batch_tokens, self.num_return_sequences > 1)
 
     def _make_states(self, max_pages: int) -> PoolStates:
         """Pages of findable recurrent states, in half the bytes of pages, at least for eight texts."""

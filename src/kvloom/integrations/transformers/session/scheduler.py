@@ -26,12 +26,15 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
     cache: BatchCache
     waiting_requests_order: deque[str]
+    starved_requests: list[tuple[Any, int]]
     fail: Callable[[Exception, Any], None]
     """Function that reports the failure of a request; set after construction."""
     most_positions: int | None = None
     """Largest length of a request that does not change the RoPE of others; set after construction."""
     drafter: Drafter | None = None
     """Adds drafts to each step; set after construction; ``None`` for none."""
+    most_drafted: int = sys.maxsize
+    """Largest number of drafted tokens of a step, for whose states there is room; set after construction."""
 
     def add_waiting_request(self, state: Any) -> None:
         """Add a request; one without a limit gets as many tokens as pages and positions allow.
@@ -62,7 +65,8 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         """
         scheduled, is_fast, num_tokens, num_read = self._schedule(token_budget)
         if self.drafter is not None and scheduled:
-            num_tokens += self.drafter.add(scheduled, num_tokens, token_budget - num_tokens)
+            room = min(token_budget - num_tokens, self.most_drafted)
+            num_tokens += self.drafter.add(scheduled, num_tokens, room)
         return scheduled, is_fast, num_tokens, num_read
 
     def _schedule(self, token_budget: int) -> Any:
@@ -90,6 +94,20 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
                 self.waiting_requests_order.remove(alone.request_id)
             if not self.has_pending_requests():
                 return [], False, 0, 0
+
+    def _process_candidates(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule as transformers does; a request without room for a piece of its prompt does not starve."""
+        made = super()._process_candidates(*args, **kwargs)
+        self.starved_requests = [x for x in self.starved_requests if self.cache.num_whole(*x)]
+        return made
+
+    def _schedule_request(
+        self, state: Any, request_tokens: list[int], token_budget: int, removed: set[str]
+    ) -> None:
+        """Schedule as transformers does, but no part of a piece of a prompt."""
+        if len(request_tokens) > token_budget:
+            token_budget = self.cache.num_whole(state, token_budget)
+        super()._schedule_request(state, request_tokens, token_budget, removed)
 
     def finish_request(self, request_id: str) -> None:
         """Finish a request, and let its agent's session, if any, hold the pages."""

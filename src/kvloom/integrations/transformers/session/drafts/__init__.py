@@ -6,8 +6,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.invariance import Wish, report_layers
+from kvloom.integrations.transformers.fingerprint.per_state import once_per_state
+from kvloom.integrations.transformers.invariance import BY_CUTS, Wish, report_layers
 from kvloom.integrations.transformers.models.text_config import num_tokens_of
+from kvloom.integrations.transformers.session.drafts.rows import why_rows_differ
 from kvloom.integrations.transformers.session.requests.groups import stateful_layers_of
 from kvloom.integrations.transformers.session.served import expect_served
 from kvloom.ops.invariance import why_not_batch_invariant
@@ -27,8 +29,9 @@ def expect_drafts(
     Raises:
         ArgumentError: ``drafts`` has another value, or is a model with another number of tokens; or layers
             are not to be batch invariant.
-        UnsupportedError: the model is not on a CPU, or has recurrent states; or ``drafts`` is such a model,
-            or one that sessions do not serve; or a session has ``do_sample``.
+        UnsupportedError: the model is not on a CPU, or its recurrent states depend on the number of requests
+            that are computed together; or ``drafts`` is a model on another device, with recurrent states, or
+            one that sessions do not serve; or a session has ``do_sample``.
     """
     if drafts is None:
         return
@@ -39,11 +42,8 @@ def expect_drafts(
         raise UnsupportedError(f"drafts must be None but on a CPU, got a model on {model.device}")
     if not wish.batch_invariant:
         raise ArgumentError("batch_invariant must be True or None with drafts, got False")
-    if stateful_layers_of(model) is not None:
-        raise UnsupportedError(
-            f"drafts must be None for {type(model).__name__}, whose recurrent states round otherwise in a "
-            "step of several tokens"
-        )
+    if stateful_layers_of(model) is not None and (why := once_per_state(model, why_rows_differ)):
+        raise UnsupportedError(f"drafts must be None for {type(model).__name__}: {why}")
     if isinstance(drafts, PreTrainedModel):
         _expect_assistant(model, drafts)
     if generation is not None and generation.do_sample:
@@ -82,7 +82,8 @@ def expect_verifiable(manager: Any) -> None:
     model = manager.model
     exempt = why_not_batch_invariant(model.dtype)  # holds for steps of more tokens than drafts have
     reasons = report_layers(model).not_invariant
-    why = next((x for x in reasons if exempt is None or not x.startswith(exempt)), None)
+    allowed = (BY_CUTS,) if exempt is None else (BY_CUTS, exempt)  # a session cuts each text in its own way
+    why = next((x for x in reasons if not x.startswith(allowed)), None)
     if why is not None:
         manager.release()
         model.set_attn_implementation(manager._original_attn_impl)

@@ -149,21 +149,24 @@ class Limits:
             low, high = (middle, high) if self.nbytes(middle) <= room else (low, middle - 1)
         return low
 
-    def fitted(self, room: int, specs: Sequence[StateSpec]) -> "tuple[Limits, int]":
+    def fitted(self, room: int, specs: Sequence[StateSpec], num_drafted: int = 0) -> "tuple[Limits, int]":
         """Limits for ``room`` bytes, and the largest number of pages of the first group that fits with all.
 
         Args:
             room: Bytes for all pages and states.
             specs: Specs of the recurrent states of a request; empty for models without states.
+            num_drafted: Number of drafted tokens of a step for whose states there is room; at least one for
+                each request if it is above 0.
 
         Returns:
             These limits, with fewer requests in a step if their residual windows and recurrent states need
             more than half of ``room``; and the number of pages.
         """
-        states = self.num_requests * _COPIES * sum(x.nbytes for x in specs)
+        num_states = self.num_requests * _COPIES + (num_drafted and max(num_drafted, self.num_requests))
+        states = num_states * sum(x.nbytes for x in specs)
         if self.residual_bytes + states > room // 2 and self.num_requests > 1:
             fewer = Limits(self.layers, self.format, self.num_requests // 2, self.max_batch_tokens)
-            return fewer.fitted(room, specs)
+            return fewer.fitted(room, specs, num_drafted)
         room -= states
         return self, self.most(room * STATES_SHARE // (STATES_SHARE + 1) if specs else room)
 

@@ -25,6 +25,8 @@ class Held:
         state: State of the model when the request began, as ``ModelWatch`` names it.
         num_shared: Number of pages that its prompt shares with a known text; 0 once these are preferred.
         states: Its recurrent states; ``None`` before it has any.
+        passed: Its recurrent states behind the first tokens of a step that may be taken back, by number of
+            tokens.
         wanted: Numbers of tokens after which copies of its states are kept for others.
         kept: These copies by number of tokens, until they are published.
         went_on: Number of tokens of the last published states that it continued from; 0 for none.
@@ -39,6 +41,7 @@ class Held:
     state: str
     num_shared: int = 0
     states: RequestStates | None = None
+    passed: dict[int, RequestStates] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
     kept: dict[int, Cache] = field(default_factory=dict)
     went_on: int = 0

@@ -13,6 +13,7 @@ from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.pool.prefixes import PoolPrefixes
 from kvloom.integrations.transformers.pool.states import PoolStates
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions, num_common
+from kvloom.integrations.transformers.session.requests.cuts import Cuts
 from kvloom.integrations.transformers.session.requests.held import Held
 from kvloom.integrations.transformers.session.requests.prompt import Prompt
 from kvloom.integrations.transformers.session.requests.state_rows import RequestStates, StateRows
@@ -37,6 +38,9 @@ class SessionPrefixes(PoolPrefixes):
         states: Pages of recurrent states; ``None`` for none.
         stateful: Layers of any cache for a model with recurrent states; ``None`` for other models.
         agents: Sessions of agents, which hold pages of ``groups``.
+        cuts: Where texts are cut for mixers; ``None`` if bits may depend on what else is in a step. Pages and
+            states are then those of whole pieces of prompts. Others, as of an answer, have other bits than
+            those of a longer prompt with the same tokens.
     """
 
     def __init__(
@@ -46,9 +50,10 @@ class SessionPrefixes(PoolPrefixes):
         states: PoolStates | None = None,
         stateful: Sequence[Any] | None = None,
         agents: AgentSessions | None = None,
+        cuts: Cuts | None = None,
     ) -> None:
         super().__init__(groups, states)
-        self._layers, self._watch, self._stateful = groups, watch, stateful
+        self._layers, self._watch, self._stateful, self._cuts = groups, watch, stateful, cuts
         self.agents = AgentSessions() if agents is None else agents
         self.state, self._has_published = "", False
         self.reads: StoreReads | None = None
@@ -78,6 +83,10 @@ class SessionPrefixes(PoolPrefixes):
 
         return reads.is_read(prompt, needed, stored)
 
+    def most(self, prompt: Prompt) -> int:
+        """Largest number of first tokens of a prompt that may be found."""
+        return prompt.most if self._cuts is None else min(prompt.most, prompt.num_asked)
+
     def begin_request(self, prompt: Prompt) -> Held:
         """``Held`` of a request that begins, with the pages that are known of its prompt."""
         self.refresh(is_thorough=True)
@@ -87,8 +96,9 @@ class SessionPrefixes(PoolPrefixes):
                 prompt = prompt._replace(text=reads.begin(prompt))
                 _, read = self.look_up(self.find(prompt.text[: prompt.most], scope), scope_of(prompt.salt))
             found = self.find(prompt.text, scope)
-            num_pages = self.num_whole(found, prompt.most)
-            pages = self.retain(found, num_pages, prompt.most)
+            most = self.most(prompt)
+            num_pages = self.num_whole(found, most)
+            pages = self.retain(found, num_pages, most)
             if read is not None:
                 self.release(read)
             if (events := self.main.pages.pool.events) is not None:
@@ -111,7 +121,8 @@ class SessionPrefixes(PoolPrefixes):
         shared = self.num_shared(found)
         held = Held(prompt, rows, num_found, self.state, shared, num_stored=num_pages * size)
         if self._stateful is not None and self.states is not None:
-            held.wanted, held.went_on = self._wanted(len(prompt.text), num_found, shared), num_found
+            num_tokens = len(prompt.text) if self._cuts is None else prompt.num_asked
+            held.wanted, held.went_on = self._wanted(num_tokens, num_found, shared), num_found
             if num_found:
                 held.states = RequestStates(StateRows(self._stateful), 0, num_found)
                 self._read_states(self.states, pages[-1], held.states.cache, held.table.request)
@@ -141,6 +152,8 @@ class SessionPrefixes(PoolPrefixes):
 
     def publish(self, held: Held, text: Text) -> None:
         """Let others find the full pages of a request that began in the present state."""
+        if self._cuts is not None:
+            text = text[: self._cuts.num_whole_pieces(held.prompt.num_asked)]
         if not self._has_published:  # one look at the model for all requests of a step
             self.refresh(is_thorough=True)
             self._has_published = True
@@ -207,7 +220,7 @@ class SessionPrefixes(PoolPrefixes):
         """
         size = self.interval
         ends = {(num_tokens - 1) // size * size, num_tokens // size * size, num_shared * self.page_size}
-        return frozenset(end for end in ends if end > num_found)
+        return frozenset(end for end in ends if num_found < end <= num_tokens)
 
     def _read_states(self, states: PoolStates, refs: Sequence[PageRef], cache: Cache, request: int) -> None:
         """Restore the states of the page that was found into a request's cache; releases the page."""

@@ -47,6 +47,7 @@ class Prompt(NamedTuple):
         most: Largest number of first tokens that may be found. The last token is always computed. If the
             request is to be forked, the last two are, since the fork happens between them. It is 0 if the
             logits of all tokens are requested.
+        num_generated: Number of last tokens that the request generated before it lost its pages.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Prompt(NamedTuple):
     salt: str
     turn: AgentTurn | None
     most: int
+    num_generated: int = 0
 
     @classmethod
     def by(cls, state: Any) -> "Prompt":
@@ -62,4 +64,15 @@ class Prompt(NamedTuple):
         choice = extra.get(CHOICE)
         is_scoring = choice is not None and choice.is_scoring
         most = 0 if is_scoring else max(len(tokens) - (2 if state.num_children else 1), 0)
-        return cls(state.request_id, Text(tokens), str(extra.get(SALT, "")), extra.get(TURN), most)
+        salt, num_generated = str(extra.get(SALT, "")), len(tokens) - num_asked(state)
+        return cls(state.request_id, Text(tokens), salt, extra.get(TURN), most, num_generated)
+
+    @property
+    def num_asked(self) -> int:
+        """Number of tokens that the request came with."""
+        return len(self.text) - self.num_generated
+
+
+def num_asked(state: Any) -> int:
+    """Number of tokens with which transformers' ``RequestState`` came, whatever it generated since."""
+    return state._true_initial_tokens or len(state.initial_tokens)

@@ -63,7 +63,7 @@ class SessionRequests:
         prefixes = self.prefixes
         with self.lock:
             scope = prefixes.scope(prompt.salt)
-            return prefixes.num_known(prompt.text, scope, prompt.most) * prefixes.page_size
+            return prefixes.num_known(prompt.text, scope, prefixes.most(prompt)) * prefixes.page_size
 
     def is_read(self, prompt: Prompt) -> bool:
         """Whether a waiting request may begin, since stores have been read for it; starts reading them."""
@@ -117,11 +117,17 @@ class SessionRequests:
             return True
 
     def take_back(self, name: str, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` of a request's text, and release pages without any of them."""
+        """Keep the first ``num_tokens`` of a request's text, and release pages without any of them.
+
+        Its recurrent states are then those behind these tokens.
+        """
         with self.lock:
             held = self._held.get(name)
-            for own in held.groups if held is not None else ():
-                own.truncate(num_tokens)
+            if held is not None:
+                for own in held.groups:
+                    own.truncate(num_tokens)
+                held.states = held.passed.get(num_tokens, held.states)
+                held.passed = {}
 
     def num_missing(self, name: str, end: int) -> int:
         """Number of pages that a request needs for its tokens before ``end``, copies included."""
@@ -171,7 +177,7 @@ class SessionRequests:
                     events.name(other)
                 number = None if events is None else events.request
                 groups = [own.fork(number) for own in parent.groups]
-                child = replace(parent, groups=groups, wanted=frozenset(), kept={}, guesses=None)
+                child = replace(parent, groups=groups, wanted=frozenset(), kept={}, passed={}, guesses=None)
                 child.states = None if parent.states is None else parent.states.copied()
                 self._held[other] = child
 

@@ -66,12 +66,12 @@ class StateRows(Cache):  # type: ignore[misc]
         found = {key: State.of(self.layers[key.layer], key).tensor for key in keys_of(self.layers)}
         return {key: x for key, x in found.items() if x is not None}
 
-    def copy_row(self, row: int, keys: Iterable[Key], other: Cache) -> None:
-        """Copy some states of one request to another cache, as its only row."""
+    def copy_rows(self, rows: Sequence[int], keys: Iterable[Key], other: Cache) -> None:
+        """Copy some states of some requests to another cache, as its only rows."""
         tensors = self.tensors()
         for key in keys:
             if key in tensors:
-                State(tensors[key][row : row + 1], True).copied().put(other.layers[key.layer], key)
+                State(tensors[key][[*rows]], True).put(other.layers[key.layer], key)
 
 
 class RequestStates(NamedTuple):
@@ -90,7 +90,7 @@ class RequestStates(NamedTuple):
     def copied(self) -> "RequestStates":
         """A copy in a cache of its own."""
         cache = StateRows(self.cache.layers)
-        self.cache.copy_row(self.row, self.cache.tensors(), cache)
+        self.cache.copy_rows([self.row], self.cache.tensors(), cache)
         return self._replace(cache=cache, row=0)
 
 

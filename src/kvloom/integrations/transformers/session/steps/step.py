@@ -16,8 +16,10 @@ from kvloom import ops
 from kvloom.caches.prefixes.group import PrefixGroup
 from kvloom.caches.prefixes.step import Step
 from kvloom.errors import StateError, UnsupportedError
+from kvloom.integrations.transformers.session.requests.cuts import Cuts
 from kvloom.integrations.transformers.session.requests.held import Held
-from kvloom.integrations.transformers.session.steps.recurrent import Feed, MixerCalls
+from kvloom.integrations.transformers.session.steps.mixer_calls import Feed
+from kvloom.integrations.transformers.session.steps.recurrent import MixerCalls
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Steps:
         stateful: Layers of any cache for a model with recurrent states; ``None`` for other models.
         device: Device of the model.
         lock: Lock of the pages, held while a step is made.
+        cuts: Where texts are cut for mixers, as in ``MixerCalls``.
 
     Attributes:
         num_steps: Number of steps that have begun.
@@ -64,13 +67,14 @@ class Steps:
         stateful: Sequence[Any] | None,
         device: torch.device,
         lock: AbstractContextManager[Any],
+        cuts: Cuts | None = None,
     ) -> None:
         self._num_newest, self._sources, self._shared = num_newest, sources, {*sources.values()}
         self._every, self._stateful, self._device = [*codes, *residuals], stateful, device
         self._codes = {i: (n, x, own.window) for n, own in enumerate(codes) for i, x in own.storages.items()}
         numbered = enumerate(residuals, len(codes))
         self._residuals = {i: (n, x) for n, own in numbered for i, x in own.storages.items()}
-        self._lock = lock
+        self._lock, self._cuts = lock, cuts
         self.num_steps = self.num_tokens = self.num_drafted = self.num_accepted = self.num_assisted = 0
         self.clear()
 
@@ -97,7 +101,7 @@ class Steps:
                 rows = [*zip(*(x.held.groups for x in self._feeds), strict=True)]
                 step = Step([(x.past, x.new) for x in self._feeds], self._every, rows)
                 if self._stateful is not None:
-                    self._calls = MixerCalls(self._stateful, self._feeds, self._device)
+                    self._calls = MixerCalls(self._stateful, self._feeds, self._device, self._cuts)
             self._step = step
             self.num_steps += 1
             self.num_tokens += step.num_tokens
