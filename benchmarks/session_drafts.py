@@ -316,7 +316,7 @@ def main() -> None:
         "--tokens", type=int, default=160, help="a quarter of them with more than 16 requests"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 64])
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--texts", nargs="+", default=["copies", "other", "json"])
     parser.add_argument("--threads", type=int, default=1)
