@@ -5,7 +5,7 @@ the tokens are known.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvloom.carry.arrays import read_arrays
 from kvloom.carry.bytes import Source, bytes_of, written_whole
-from kvloom.carry.carried import CarriedCache, CarriedSide, expect_exact, expect_finite, floats_of
+from kvloom.carry.carried import CarriedCache, CarriedSide, expect_exact
+from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.carry.tensor_file import DTYPES, TensorToWrite, read_tensors, write_tensors
 from kvloom.core.entries import FLOATS
@@ -78,16 +79,15 @@ def write_array_file(
     for i, layer in enumerate(cache.layers):
         for name, side in layer.sides:
             shape = (1, side.heads, side.num_tokens, side.head_dim)
-            make = partial(_array, name, i, side, getattr(torch, kind))
+            make = partial(_parts, name, i, side, getattr(torch, kind))
             tensors[f"past_key_values.{i}.{name[:-1]}"] = TensorToWrite(_NAMES[kind], shape, make)
     if cache.tokens is not None:
         make_ids = partial(torch.tensor, [[*cache.tokens]], dtype=torch.int64)
-        tensors = {_IDS: TensorToWrite("I64", (1, cache.num_tokens), make_ids), **tensors}
+        tensors = {_IDS: TensorToWrite.whole("I64", (1, cache.num_tokens), make_ids), **tensors}
     with written_whole(target) as file:
         write_tensors(file, tensors, {})
 
 
-def _array(name: str, number: int, side: CarriedSide, dtype: torch.dtype) -> Tensor:
-    x = floats_of(side.load()).to(dtype)
-    expect_finite(name, number, x)
-    return x.transpose(0, 1)[None]
+def _parts(name: str, number: int, side: CarriedSide, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    for first, x in float_parts(name, number, side, dtype):
+        yield first, x.transpose(0, 1)[None]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.carried import (
+    ALL,
     CarriedCache,
     CarriedLayer,
     CarriedSide,
@@ -111,7 +112,7 @@ def read_arrays(
             rotary = sizes.rotary if of_rope and pairs == "adjacent" else 0
             x = _rows(layout, name, arrays[name], sizes.heads, dim, num_tokens)
             held = x[num_tokens - num_held(num_tokens, sizes.window) :]
-            load = partial(to_halves, held, rotary) if rotary else partial(_itself, held)
+            load = partial(_load, held, rotary)
             sides.append(CarriedSide(len(held), sizes.heads, dim, dtype_name(x.dtype), load))
         layers.append(CarriedLayer(sides[0], sides[1], sizes.window, sizes.has_latents))
     ids = None if tokens is None else tuple(tokens)
@@ -185,8 +186,9 @@ def _layout(engine: str) -> CacheLayout:
     return AXES[engine]
 
 
-def _itself(x: Tensor) -> Tensor:
-    return x
+def _load(held: Tensor, rotary: int, tokens: slice = ALL) -> Tensor:
+    x = held[tokens]
+    return to_halves(x, rotary) if rotary else x
 
 
 def _places(

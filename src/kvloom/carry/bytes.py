@@ -1,12 +1,11 @@
 """Files as bytes: one that is mapped, a cursor that stays within it, and one that is written whole."""
 
-import ctypes
 import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +14,9 @@ from kvloom.errors import ArgumentError
 
 Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | Tensor
 """A file by its path, or its bytes; ``bytearray`` and uint8 tensors are not copied."""
+
+_WRITTEN: Final = 1 << 20
+"""Bytes that are written at a time: the system takes longer for larger writes."""
 
 
 def bytes_of(name: str, source: Source) -> Tensor:
@@ -97,8 +99,9 @@ def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
 def write_tensor(file: BinaryIO, x: Tensor) -> None:
     """Write the bytes of a tensor, in the order of its axes."""
     if x.numel():
-        x = x.detach().cpu().contiguous()
-        file.write((ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr()))
+        data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        for first in range(0, len(data), _WRITTEN):
+            file.write(data[first : first + _WRITTEN])
 
 
 @contextmanager

@@ -6,10 +6,11 @@ The convention is that of transformers and ``KVCache``: keys after RoPE, whose p
 i + D/2; values as projected; of latent attention the latent as keys and the rope key as values.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Final, TypeAlias
+from functools import cached_property, partial
+from math import isfinite
+from typing import Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,6 +80,30 @@ Vectors: TypeAlias = Tensor | Int8Codes | AffineCodes
 """Head vectors ``[T, H, D]``: floats of one of ``FLOATS``, or codes."""
 
 
+ALL: Final = slice(0, None)
+"""All tokens of a side."""
+_PART: Final = 1 << 19
+"""Elements that are read at a time, so that they stay in the processor's cache until they are written."""
+
+
+class Load(Protocol):
+    """A function that reads the vectors of a range of tokens of a side, of all if none is given."""
+
+    def __call__(self, tokens: slice = ALL, /) -> Vectors: ...
+
+
+def part_of(places: slice | Tensor, tokens: slice) -> slice | Tensor:
+    """Places of some tokens, given those of all."""
+    if isinstance(places, Tensor):
+        return places[tokens]
+    found = range(places.start, places.stop)[tokens]
+    return slice(found.start, found.stop)
+
+
+def _rows(x: Tensor, tokens: slice = ALL) -> Tensor:
+    return x[tokens]
+
+
 def floats_of(vectors: Vectors) -> Tensor:
     """The vectors as floats; those of codes are float32."""
     return vectors if isinstance(vectors, Tensor) else vectors.floats()
@@ -95,19 +120,27 @@ class CarriedSide:
         kind: One of ``FLOATS``, or a name of codes, such as ``"q8_0"``.
         load: Function that reads the vectors.
         rounded_to: Kind that they were rounded to before, if it is coarser than ``kind``.
+        is_whole: Whether ``load`` reads all tokens to return some.
     """
 
     num_tokens: int
     heads: int
     head_dim: int
     kind: str
-    load: Callable[[], Vectors]
+    load: Load
     rounded_to: str = ""
+    is_whole: bool = False
 
     @classmethod
     def of(cls, x: Tensor) -> "CarriedSide":
         """A side of floats ``[T, H, D]`` that are in memory."""
-        return cls(x.shape[0], x.shape[1], x.shape[2], str(x.dtype).removeprefix("torch."), lambda: x)
+        return cls(x.shape[0], x.shape[1], x.shape[2], str(x.dtype).removeprefix("torch."), partial(_rows, x))
+
+    def parts(self) -> Iterator[tuple[int, Vectors]]:
+        """Numbers of first tokens with the vectors from there on, which stay in the processor's cache."""
+        count = self.num_tokens if self.is_whole else max(_PART // (self.heads * self.head_dim), 1)
+        for first in range(0, self.num_tokens, count):
+            yield first, self.load(slice(first, min(first + count, self.num_tokens)))
 
     @property
     def has_codes(self) -> bool:
@@ -201,7 +234,7 @@ def expect_finite(name: str, layer: int, vectors: Vectors) -> None:
         parts = (vectors.scales, vectors.biases)
     for x in parts:
         low, high = torch.aminmax(x)
-        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        if not (isfinite(low.item()) and isfinite(high.item())):
             raise ArgumentError(_FINITE.format(name, layer))
 
 

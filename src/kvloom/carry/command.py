@@ -225,13 +225,16 @@ def _shown(cache: "CarriedCache") -> Iterator["CarriedCache"]:
     """The cache, with a bar on a terminal that moves as its sides are read."""
     from dataclasses import replace
 
+    from kvloom.carry.carried import ALL
+
     with terminal.bar() as bar:
-        task = bar.add_task("carry", total=2 * len(cache.layers))
+        total = sum(side.num_tokens for layer in cache.layers for _, side in layer.sides)
+        task = bar.add_task("carry", total=total)
 
         def counted(side: Any) -> Any:
-            def load() -> Any:
-                bar.advance(task)
-                return side.load()
+            def load(tokens: slice = ALL) -> Any:
+                bar.advance(task, len(range(side.num_tokens)[tokens]))
+                return side.load(tokens)
 
             return replace(side, load=load)
 

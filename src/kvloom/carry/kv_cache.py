@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.carry.carried import (
+    ALL,
     CarriedCache,
     CarriedLayer,
     CarriedSide,
@@ -91,7 +92,7 @@ def _held(number: int, layer: KVCacheLayer, window: int | None, has_latents: boo
         are_codes = format.bits == 8 and exact and not (smoothed and name == "keys")
         kind = format.kind if are_codes or not format.bits else "float32"
         load = partial(_codes_of if are_codes else _floats_of, layer, side, count, format)
-        sides.append(CarriedSide(count, entry.heads, format.head_dim, kind, load, format.kind))
+        sides.append(CarriedSide(count, entry.heads, format.head_dim, kind, load, format.kind, is_whole=True))
     return CarriedLayer(sides[0], sides[1], window, has_latents)
 
 
@@ -101,19 +102,21 @@ def _columns(layer: KVCacheLayer, count: int) -> slice:
     return slice(length - count - first, length - first)
 
 
-def _floats_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat) -> Tensor:
+def _floats_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat, tokens: slice = ALL) -> Tensor:
     """Floats ``[N, H, D]``, in the dtype in which they are stored; of codes float32."""
     dtype = torch.float32 if format.bits else getattr(torch, format.dtype)
     found: Tensor = layer.pages.stored().gather(dtype)[side][0, :, _columns(layer, count)].transpose(0, 1)
-    return found.cpu()
+    return found[tokens].cpu()
 
 
-def _codes_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat) -> Int8Codes:
+def _codes_of(
+    layer: KVCacheLayer, side: int, count: int, format: SideFormat, tokens: slice = ALL
+) -> Int8Codes:
     """Codes and scales of the tokens."""
     stored = layer.pages.stored()
-    target = _empty_view(stored.view, count)
-    slots = stored.index.slots[0, _columns(layer, count)]
-    ops.copy(stored.view, slots, target, torch.arange(count, device=target.device))
+    slots = stored.index.slots[0, _columns(layer, count)][tokens]
+    target = _empty_view(stored.view, len(slots))
+    ops.copy(stored.view, slots, target, torch.arange(len(slots), device=target.device))
     found = (target.key, target.value)[side]
     if found is None or found.scale is None:
         raise ArgumentError(f"cache must have codes in both sides, got none in {_SIDES[side]}")

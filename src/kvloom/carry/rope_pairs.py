@@ -22,15 +22,15 @@ def expect_pairs_named(name: str, pairs: object) -> None:
 
 def to_adjacent(x: Tensor, rotary: int) -> Tensor:
     """Keys ``[..., D]`` in halves, with the pairs of the first ``rotary`` elements adjacent."""
-    if rotary < x.shape[-1]:
-        return torch.cat((to_adjacent(x[..., :rotary], rotary), x[..., rotary:]), -1)
-    adjacent: Tensor = x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    return adjacent
+    half, made = rotary // 2, torch.empty_like(x, memory_format=torch.contiguous_format)
+    made[..., 0:rotary:2], made[..., 1:rotary:2] = x[..., :half], x[..., half:rotary]
+    made[..., rotary:] = x[..., rotary:]
+    return made
 
 
 def to_halves(x: Tensor, rotary: int) -> Tensor:
     """The reverse of ``to_adjacent``."""
-    if rotary < x.shape[-1]:
-        return torch.cat((to_halves(x[..., :rotary], rotary), x[..., rotary:]), -1)
-    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return halves
+    half, made = rotary // 2, torch.empty_like(x, memory_format=torch.contiguous_format)
+    made[..., :half], made[..., half:rotary] = x[..., 0:rotary:2], x[..., 1:rotary:2]
+    made[..., rotary:] = x[..., rotary:]
+    return made

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -104,12 +104,18 @@ class TensorToWrite(NamedTuple):
     Attributes:
         dtype: Its dtype, a name of ``DTYPES``.
         shape: Its shape.
-        make: Function that makes it.
+        parts: Function that makes its parts ``[..., t, n]``, in order along the last axis but one, each with
+            the number of its first row; together they are all rows.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+    parts: Callable[[], Iterable[tuple[int, Tensor]]]
+
+    @classmethod
+    def whole(cls, dtype: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> "TensorToWrite":
+        """A tensor that is made at once."""
+        return cls(dtype, shape, lambda: [(0, make())])
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, TensorToWrite], metadata: Mapping[str, str]) -> None:
@@ -123,5 +129,15 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, TensorToWrite], metadata
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     file.write(struct.pack("<Q", len(text)) + text)
+    room = torch.empty(0)
     for x in tensors.values():
-        write_tensor(file, x.make())
+        for first, part in x.parts():
+            if part.shape == x.shape:
+                write_tensor(file, part)
+                continue
+            if room.shape != x.shape or room.dtype != part.dtype:
+                room = part.new_empty(x.shape)
+            last = first + part.shape[-2]
+            room[..., first:last, :] = part
+            if last == x.shape[-2]:
+                write_tensor(file, room)

@@ -1,6 +1,6 @@
 """A state of llama.cpp as a ``CarriedCache``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.bytes import Source, typed
-from kvloom.carry.carried import CarriedCache, CarriedLayer, CarriedSide, Vectors, num_held
+from kvloom.carry.carried import ALL, CarriedCache, CarriedLayer, CarriedSide, Vectors, num_held, part_of
 from kvloom.carry.geometry import CacheGeometry, LayerGeometry
 from kvloom.carry.llama.codes import can_be_int8, int8_of
 from kvloom.carry.llama.conventions import (
@@ -142,7 +142,7 @@ def _layer(
     _expect_elements(f"keys of layer {number}", keys, layer.heads * layer.key_dim)
     _expect_elements(f"values of layer {number}", values, layer.heads * layer.value_dim)
     rotary = layer.rotary if how.is_adjacent else 0
-    loads: list[Callable[[], Vectors]] = [
+    loads = [
         partial(_vectors, keys, cells, layer.heads, rotary, _rotation(layer.key_dim, True, how)),
         partial(_vectors, values, cells, layer.heads, 0, _rotation(layer.value_dim, False, how)),
     ]
@@ -175,8 +175,11 @@ def _floats(rows: StoredRows, cells: Tensor | slice) -> Tensor:
     return typed(rows.raw[cells], rows.type.dtype)
 
 
-def _vectors(rows: StoredRows, cells: Tensor | slice, heads: int, rotary: int, rotation: int) -> Vectors:
+def _vectors(
+    rows: StoredRows, cells: Tensor | slice, heads: int, rotary: int, rotation: int, tokens: slice = ALL
+) -> Vectors:
     """Head vectors of a side in halves; ``rotary`` is 0 where nothing is permuted."""
+    cells = part_of(cells, tokens)
     if rows.type != Q8_0:
         x = _floats(rows, cells).unflatten(-1, (heads, -1))
         return to_halves(x, rotary) if rotary else x
@@ -189,9 +192,16 @@ def _vectors(rows: StoredRows, cells: Tensor | slice, heads: int, rotary: int, r
     return to_halves(x, rotary) if rotary else x
 
 
-def _latents(rows: StoredRows, cells: Tensor | slice, layer: LayerGeometry, how: _How, side: int) -> Tensor:
+def _latents(
+    rows: StoredRows,
+    cells: Tensor | slice,
+    layer: LayerGeometry,
+    how: _How,
+    side: int,
+    tokens: slice = ALL,
+) -> Tensor:
     """Latents (0) or rope keys (1) ``[T, 1, D]`` of rows that have both."""
-    x = _floats(rows, cells)[:, None]
+    x = _floats(rows, part_of(cells, tokens))[:, None]
     if side == 0:
         return x[..., : layer.key_dim]
     x = x[..., layer.key_dim :]

@@ -7,7 +7,7 @@ Shapes: C cells, which are tokens; n elements of a row, H times D of a token.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Final, NamedTuple
 
@@ -201,12 +201,13 @@ class RowsToWrite(NamedTuple):
     Attributes:
         type: Type of the elements.
         elements: Elements of a row.
-        make: Function that makes ``[C, bytes of a row]`` uint8.
+        parts: Function that makes ``[c, bytes of a row]`` uint8 of some tokens after the other, each with the
+            number of its first token.
     """
 
     type: GgmlType
     elements: int
-    make: Callable[[], Tensor]
+    parts: Callable[[], Iterable[tuple[int, Tensor]]]
 
 
 class CacheToWrite(NamedTuple):
@@ -241,13 +242,24 @@ def write_cache(file: BinaryIO, cache: CacheToWrite) -> None:
     write_tensor(file, table)
     file.write(struct.pack("<II", cache.v_trans, len(cache.keys)))
     for rows in cache.keys:
-        file.write(struct.pack("<iQ", rows.type.number, rows.type.row_bytes(rows.elements)))
-        write_tensor(file, rows.make())
+        _write_rows(file, rows, cells)
     for rows in cache.values:
-        if cache.v_trans:
-            file.write(struct.pack("<iII", rows.type.number, rows.type.nbytes, rows.elements))
-            integers = torch.int32 if rows.type.nbytes == 4 else torch.int16
-            write_tensor(file, rows.make().view(integers).t())
-        else:
-            file.write(struct.pack("<iQ", rows.type.number, rows.type.row_bytes(rows.elements)))
-            write_tensor(file, rows.make())
+        (_write_columns if cache.v_trans else _write_rows)(file, rows, cells)
+
+
+def _write_rows(file: BinaryIO, rows: RowsToWrite, cells: int) -> None:
+    file.write(struct.pack("<iQ", rows.type.number, rows.type.row_bytes(rows.elements)))
+    for _, part in rows.parts():
+        write_tensor(file, part)
+
+
+def _write_columns(file: BinaryIO, rows: RowsToWrite, cells: int) -> None:
+    """Write transposed values: a row is one element of all tokens."""
+    file.write(struct.pack("<iII", rows.type.number, rows.type.nbytes, rows.elements))
+    integers = torch.int32 if rows.type.nbytes == 4 else torch.int16
+    columns = torch.empty(rows.elements, cells, dtype=integers)
+    for first, part in rows.parts():
+        columns[:, first : first + len(part)] = (
+            part.view(integers).t().contiguous()
+        )  # torch transposes by blocks
+    write_tensor(file, columns)

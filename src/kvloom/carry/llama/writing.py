@@ -1,10 +1,11 @@
 """A ``CarriedCache`` as a state of llama.cpp, or as one of its files."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from kvloom.carry.carried import (
     CarriedLayer,
     CarriedSide,
     Int8Codes,
+    Vectors,
     expect_exact,
     expect_finite,
     floats_of,
 )
+from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, LayerGeometry, expect_layers
 from kvloom.carry.llama.codes import q8_0_of
 from kvloom.carry.llama.conventions import (
@@ -34,6 +37,7 @@ from kvloom.carry.rope_pairs import to_adjacent
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.quant.rotation import rotate
 
+_Parts: TypeAlias = Iterator[tuple[int, Tensor]]
 _INT8: Final = ("int8:", Q8_0.name)
 
 
@@ -197,13 +201,16 @@ class _Rows:
         make = self._codes if wanted.dtype is None else self._floats
         return RowsToWrite(wanted, elements, partial(make, name, number, side, rotary))
 
-    def _floats(self, name: str, number: int, side: CarriedSide, rotary: int) -> Tensor:
-        x = floats_of(side.load()).to(self._types[name == "values"].dtype)
-        expect_finite(name, number, x)
-        return _as_bytes(to_adjacent(x, rotary) if rotary else x)
+    def _floats(self, name: str, number: int, side: CarriedSide, rotary: int) -> _Parts:
+        dtype = self._types[name == "values"].dtype or torch.float32
+        for first, x in float_parts(name, number, side, dtype, rotary):
+            yield first, _as_bytes(x)
 
-    def _codes(self, name: str, number: int, side: CarriedSide, rotary: int) -> Tensor:
-        vectors = side.load()
+    def _codes(self, name: str, number: int, side: CarriedSide, rotary: int) -> _Parts:
+        for first, vectors in side.parts():
+            yield first, self._codes_of(name, number, side, rotary, vectors)
+
+    def _codes_of(self, name: str, number: int, side: CarriedSide, rotary: int, vectors: Vectors) -> Tensor:
         expect_finite(name, number, vectors)
         rotation = rotation_of(side.head_dim, name == "keys") if self._rotated else 0
         if isinstance(vectors, Int8Codes) and rotary in (0, side.head_dim):
@@ -219,14 +226,12 @@ class _Rows:
         expect_finite(name, number, scales)
         return rows_of(codes, scales)
 
-    def _latents(self, number: int, layer: CarriedLayer, rotary: int) -> Tensor:
-        parts = []
-        for name, side in layer.sides:
-            parts.append(floats_of(side.load()).to(self._types[0].dtype))
-            expect_finite(name, number, parts[-1])
-        latent, rope = parts
-        rope = to_adjacent(rope, rotary) if rotary else rope
-        return _as_bytes(torch.cat((latent, rope), -1))
+    def _latents(self, number: int, layer: CarriedLayer, rotary: int) -> _Parts:
+        dtype, parts = self._types[0].dtype or torch.float32, []
+        for (name, side), turned in zip(layer.sides, (0, rotary), strict=True):
+            found = float_parts(name, number, replace(side, is_whole=True), dtype, turned)
+            parts.append(next(found)[1])
+        yield 0, _as_bytes(torch.cat(parts, -1))
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.bytes import Source, bytes_of
-from kvloom.carry.carried import AffineCodes, CarriedCache, CarriedLayer, CarriedSide, Vectors, num_held
+from kvloom.carry.carried import (
+    ALL,
+    AffineCodes,
+    CarriedCache,
+    CarriedLayer,
+    CarriedSide,
+    Vectors,
+    num_held,
+    part_of,
+)
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.carry.mlx.affine import BITS
 from kvloom.carry.rope_pairs import expect_pairs_named, to_halves
@@ -201,18 +210,20 @@ def _turned(rotary: int | None, head_dim: int) -> int:
     return 0 if rotary is None else rotary or head_dim
 
 
-def _rows(stored: StoredTensor, slots: slice | Tensor) -> Tensor:
+def _rows(stored: StoredTensor, slots: slice | Tensor, tokens: slice) -> Tensor:
     """Tokens of a tensor ``[1, H, slots, n]`` as ``[T, H, n]``."""
-    return stored.load()[0][:, slots].transpose(0, 1)
+    return stored.load()[0][:, part_of(slots, tokens)].transpose(0, 1)
 
 
-def _load_floats(stored: StoredTensor, slots: slice | Tensor, rotary: int) -> Vectors:
-    x = _rows(stored, slots)
+def _load_floats(stored: StoredTensor, slots: slice | Tensor, rotary: int, tokens: slice = ALL) -> Vectors:
+    x = _rows(stored, slots, tokens)
     return to_halves(x, rotary) if rotary else x
 
 
-def _load_codes(stored: Sequence[StoredTensor], slots: slice | Tensor, bits: int, rotary: int) -> Vectors:
-    words, scales, biases = (_rows(x, slots).contiguous() for x in stored)
+def _load_codes(
+    stored: Sequence[StoredTensor], slots: slice | Tensor, bits: int, rotary: int, tokens: slice = ALL
+) -> Vectors:
+    words, scales, biases = (_rows(x, slots, tokens).contiguous() for x in stored)
     codes = AffineCodes(words, scales, biases, bits)
     return to_halves(codes.floats(), rotary) if rotary else codes
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Final
 
@@ -19,6 +19,7 @@ from kvloom.carry.carried import (
     expect_finite,
     floats_of,
 )
+from kvloom.carry.float_parts import float_parts
 from kvloom.carry.mlx.affine import BITS, GROUPS, quantize
 from kvloom.carry.mlx.reading import CODES, FLOATS, RING, TOKENS
 from kvloom.carry.rope_pairs import expect_pairs_named, to_adjacent
@@ -87,7 +88,7 @@ def write_mlx(
     if version == VERSIONS[0]:
         scalars = [(f"{x.number}.{at}", n) for x in layers for at, n in enumerate(x.numbers, 2)]
         for name, number in scalars:
-            tensors[name] = TensorToWrite("I32", (), partial(torch.tensor, number, dtype=torch.int32))
+            tensors[name] = TensorToWrite.whole("I32", (), partial(torch.tensor, number, dtype=torch.int32))
         said = (
             {f"0.{k}": v for k, v in user.items()} | {f"1.{x.number}": x.form for x in layers} | {"2.0": ""}
         )
@@ -172,8 +173,8 @@ class _Layer:
         for place, (name, side) in enumerate(self._layer.sides):
             if self.form != CODES:
                 shape = (1, side.heads, self._slots, side.head_dim)
-                make: Callable[[], Tensor] = partial(self._floats, name, side)
-                found[f"{self.number}.{place}"] = TensorToWrite(_NAMES[self._dtype], shape, make)
+                parts = partial(self._floats, name, side)
+                found[f"{self.number}.{place}"] = TensorToWrite(_NAMES[self._dtype], shape, parts)
                 continue
             load = lru_cache(1)(partial(self._codes, name, side))  # of which three tensors are written
             bits, group, dtype = self._bits, self._group, self._dtype
@@ -183,18 +184,19 @@ class _Layer:
             widths = ("U32", side.head_dim * bits // 32), *((_NAMES[dtype], side.head_dim // group),) * 2
             for part, (stored, width) in enumerate(widths):
                 shape = (1, side.heads, side.num_tokens, width)
-                found[f"{self.number}.{place}.{part}"] = TensorToWrite(
+                found[f"{self.number}.{place}.{part}"] = TensorToWrite.whole(
                     stored, shape, partial(_part, load, part)
                 )
         return found
 
-    def _floats(self, name: str, side: CarriedSide) -> Tensor:
-        x = floats_of(side.load()).to(getattr(torch, self._dtype))
-        expect_finite(name, self.number, x)
-        x = to_adjacent(x, self._rotary) if self._rotary and name == "keys" else x
-        if len(x) < self._slots and self.form == RING:
-            x = torch.cat((x.new_zeros(1, *x.shape[1:]), x))
-        return x.transpose(0, 1)[None]
+    def _floats(self, name: str, side: CarriedSide) -> Iterator[tuple[int, Tensor]]:
+        dtype = getattr(torch, self._dtype)
+        free = self._slots - side.num_tokens  # slots of a ring before its tokens
+        if free:
+            yield 0, torch.zeros(1, side.heads, free, side.head_dim, dtype=dtype)
+        rotary = self._rotary if name == "keys" else 0
+        for first, x in float_parts(name, self.number, side, dtype, rotary):
+            yield free + first, x.transpose(0, 1)[None]
 
     def _codes(self, name: str, side: CarriedSide) -> AffineCodes:
         found = side.load()

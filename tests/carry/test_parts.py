@@ -1,0 +1,49 @@
+"""Files are the same whatever the parts in which they are written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvloom.carry import (
+    CacheGeometry,
+    CarriedCache,
+    CarriedLayer,
+    CarriedSide,
+    read_array_file,
+    read_llama,
+    read_mlx,
+    write_array_file,
+    write_llama,
+    write_mlx,
+)
+
+SIZES = CacheGeometry.uniform(2, 2, 64, "llama")
+
+
+def cache_of(num_tokens: int) -> CarriedCache:
+    torch.manual_seed(0)
+    sides = [CarriedSide.of(torch.randn(num_tokens, 2, 64).half()) for _ in range(4)]
+    layers = (CarriedLayer(sides[0], sides[1]), CarriedLayer(sides[2], sides[3]))
+    return CarriedCache(layers, num_tokens, tuple(range(num_tokens)))
+
+
+def test_files_do_not_depend_on_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three parts of 23 tokens, the last one shorter, give the bytes of one part, from and to each format."""
+    files = dict[int, list[bytes]]()
+    for elements in (1 << 19, 10 * 128):
+        monkeypatch.setattr("kvloom.carry.carried._PART", elements)
+        paths = [tmp_path / f"{elements}.{i}" for i in range(8)]
+        write_llama(cache_of(23), paths[0], SIZES)
+        write_mlx(read_llama(paths[0], SIZES), paths[1], pairs="adjacent")
+        write_array_file(read_mlx(paths[1], SIZES, pairs="adjacent"), paths[2], SIZES)
+        write_llama(read_array_file(paths[2], SIZES), paths[3], SIZES, flash_attention=False)
+        back = read_llama(paths[3], SIZES)
+        write_llama(back, paths[4], SIZES)
+        write_llama(back, paths[5], SIZES, kind="q8_0", rotated=True, rounding=True)
+        write_mlx(read_llama(paths[5], SIZES, rotated=True), paths[6], kind="float16", rounding=True)
+        write_llama(read_llama(paths[5], SIZES, rotated=True), paths[7], SIZES, rotated=True)
+        files[elements] = [path.read_bytes() for path in paths]
+        assert files[elements][4] == files[elements][0]
+        assert files[elements][7] == files[elements][5]
+    assert files[1 << 19] == files[10 * 128]
