@@ -184,6 +184,24 @@ def test_text_that_copies_takes_fewer_forwards() -> None:
 
 
 @needs_5
+@pytest.mark.parametrize(("kind", "most"), [("exact", 276), ("window", 208)])
+def test_rows_stay_together_where_pages_are_few(
+    kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that just holds what is computed without lookup."""
+    (make, kv), inputs = KINDS[kind], make_prompts(LENGTHS)
+    model, outs = make(), list[Any]()
+    enable(model, kv=kv)
+    counts = counted(model)
+    for lookup in ({}, LOOKUP):
+        cache = KVCache.for_model(model, kv=kv, page_size=1, max_tokens=most)
+        with guessing(outs[0].sequences.tolist() if outs else [], max(LENGTHS), monkeypatch):
+            outs.append(generated(model, inputs, **{CACHE_ARGUMENT: cache}, eos_token_id=None, **lookup))
+    expect_same(outs[1], outs[0])
+    assert max(counts[1:NEW]) == 1 < max(counts[NEW + 1 :])
+
+
+@needs_5
 def test_a_filled_cache_goes_on_and_its_rows_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = full(), make_prompts([20, 14])
     enable(model)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvloom.caches.format import RESIDUAL_ROLLBACK
+from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.integrations.transformers.session.drafts.guesses import Guesses
@@ -100,8 +101,9 @@ class RowsAhead:
         self._rows = [RowAhead(Guesses([x for x, n in zip(*own, strict=True) if n])) for own in texts]
         # A row that goes back must find what its windows show, and in residual windows that is counted from
         # the last token that was computed, wanted or not.
-        self._lead = min([LEAD, *(x.rollback for x in cache.sequences if x.window is not None)])
+        self._lead = min([LEAD, *(x.rollback - 1 for x in cache.sequences if x.window is not None)])
         self._most = min(most, MOST)
+        self._is_in_step = False  # whether no row runs ahead, since the cache had no room for it
         if any(not x.is_required for x in cache.sequences):
             self._lead, self._most = RESIDUAL_ROLLBACK // 2, min(most, RESIDUAL_ROLLBACK // 2 - 1)
 
@@ -118,7 +120,13 @@ class RowsAhead:
         for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
             row.choose(token)
         if not all(row.logits for row in self._rows):
-            self._compute(inputs)
+            try:
+                self._compute(inputs)
+            except OutOfPages:  # nothing was changed
+                if self._is_in_step:
+                    raise
+                self._fall_in_step()
+                self._compute(inputs)
         return CausalLMOutputWithPast(logits=torch.stack([row.logits[0] for row in self._rows])[:, None])
 
     def stopping(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
@@ -131,6 +139,14 @@ class RowsAhead:
             row.num_gone += len(row.ahead)
             row.ahead = []
         self._crop()
+
+    def _fall_in_step(self) -> None:
+        """Remove from the cache all that it does not have without lookup, and compute no more than that."""
+        for row in self._rows:
+            row.num_gone += row.num_past
+            row.ahead, row.logits = [], []
+            row.guesses.take_back(len(row.chosen))
+        self._is_in_step, self._most = True, 0
 
     def _crop(self) -> None:
         counts = [-row.num_gone for row in self._rows]
