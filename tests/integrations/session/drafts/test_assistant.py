@@ -229,6 +229,25 @@ def test_an_assistant_has_few_positions_and_is_not_asked_for_longer_texts() -> N
     assert report.assistant["tokens_computed"] == 0
 
 
+def test_an_assistant_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("Llama", torch.float32)
+    assistant = deepcopy(model)
+    requests, forwards = random_requests(4, 1), list[int]()
+    expected, *_ = ask(model, requests, None)
+
+    def fail_later(*_: Any) -> None:
+        forwards.append(1)
+        if len(forwards) == 25:
+            raise RuntimeError("no room")
+
+    assistant.model.layers[1].register_forward_pre_hook(fail_later)
+    found, report, _ = ask(model, requests, assistant)
+    assert found == expected and len(forwards) == 25
+    assert report.tokens_assisted > 0 == report.assistant["active"]
+    assert "the assistant failed, and drafts no more in this session" in caplog.text
+    assert assistant.config._attn_implementation == "sdpa"
+
+
 def test_an_assistant_is_as_before_after_a_session() -> None:
     model, assistant, other = (model_of("Llama", torch.float32) for _ in range(3))
     continuous_batching(model, drafts=assistant, pack=True)

@@ -1,8 +1,9 @@
 """``Drafter``: which requests of a step have drafts, and of how many tokens."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvloom.integrations.transformers.session.drafts.assistant import Assistant
 from kvloom.integrations.transformers.session.drafts.assisting import DELAY, MOST, Assisting, Candidate
@@ -12,12 +13,15 @@ from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
 from kvloom.integrations.transformers.session.steps.drafted import DraftedRequest
 
+_LOG: Final = logging.getLogger("kvloom")
+
 
 class Drafter:
     """Adds drafts to the requests of steps that have been scheduled.
 
     A draft is what a grammar forces, else what lookup finds, else what an assistant writes. The assistant is
-    also asked where lookup finds something, if it is more often right.
+    also asked where lookup finds something, if it is more often right. If it fails, the log has a warning,
+    and the session goes on without it.
 
     Args:
         requests: Requests of the session.
@@ -133,7 +137,15 @@ class Drafter:
             if _most_of(state) > 0 and (i not in drafts or (not guesses.is_forced and odds > drafts[i][1])):
                 candidates[i] = Candidate(state, _most_of(state), odds, is_prompt)
         is_delaying = len(drafts.keys() | candidates.keys()) < len(scheduled)
-        found, taken = self.assisting.drafts([*candidates.values()], num_new, num_tokens, room, is_delaying)
+        try:
+            found, taken = self.assisting.drafts(
+                [*candidates.values()], num_new, num_tokens, room, is_delaying
+            )
+        except Exception:  # of a model that the answers do not need
+            _LOG.warning("the assistant failed, and drafts no more in this session", exc_info=True)
+            self.assisting.assistant.release_all(is_evicted=True)
+            self.assisting = None
+            return {}, 0.0
         own = dict[int, tuple[list[int], float]]()
         for i, candidate in candidates.items():
             if candidate.state.request_id in found:
