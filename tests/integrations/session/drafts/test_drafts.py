@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvloom.integrations.transformers.session.choices.sampling import Choice, ch
 from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.integrations.transformers.session.drafts.drafter import MOST, Drafter
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
+from kvloom.store import KVStore
 
 SESSIONS = times(1)
 NEW = 24
@@ -74,9 +76,12 @@ def choice_of(seed: int, num_prompt: int) -> Choice:
 
 
 def answers(
-    model: Any, requests: Sequence[list[int]], seed: int, is_sampled: bool, **options: Any
+    model: Any, requests: Sequence[list[int]], seed: int, is_sampled: bool, store: Any = None, **options: Any
 ) -> tuple[list[Answer], Any]:
-    """Tokens and log probabilities of requests that come at random steps of one session; its report."""
+    """Tokens and log probabilities of requests that come at random steps of one session; its report.
+
+    A ``store`` has everything once the session has ended.
+    """
     draw, waiting, names, choices = random.Random(seed), [*enumerate(requests)], [], []
     begin = choose_by_request if is_sampled else None
     config = {
@@ -94,6 +99,9 @@ def answers(
                     names.append(running.manager.add_request(request, max_new_tokens=NEW - number % 3, **own))
             running.step()
         outputs, report = [running.outputs[name] for name in names], running.manager.report()
+        if store is not None:
+            running.processor.cache.reset()
+            assert store.flush()
     assert [x.error for x in outputs] == [None] * len(requests)
     assert report.active == report.running == 0
     if is_sampled:
@@ -155,6 +163,28 @@ def test_no_bit_differs(name: str, kv: str, dtype: torch.dtype, pack: bool, thre
             seed += 1000 * len(name + kv) + threads
             report = expect_same(model, kv, copying_requests(6, seed), seed, pack=pack)
             assert 0 < report.tokens_accepted < report.tokens_drafted
+
+
+@pytest.mark.parametrize(("name", "kv"), [("Llama", "int4:g32,recent=24"), ("Gemma2", "auto")])
+def test_what_drafts_leave_in_a_store_is_what_others_find(name: str, kv: str, tmp_path: Path) -> None:
+    """The second turn of each request begins with the pages of an answer that drafts computed."""
+    model, requests = model_of(name, torch.float32), copying_requests(6, 2)
+    options: dict[str, Any] = {"is_sampled": True, "page_size": 8, "max_batch_tokens": 64}
+    continuous_batching(model, kv)
+    first, _ = answers(model, requests, 1, **options)
+    turns = [[*x, *y, 5, 6, 7] for x, (y, _) in zip(requests, first, strict=True)]
+    second, _ = answers(model, turns, 2, **options)
+    texts = {f"req_{i}": [*x, *y] for i, (x, (y, _)) in enumerate(zip(requests, first, strict=True))}
+    store = KVStore(f"file://{tmp_path}/store", read="always")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafter, "_guess", guessing(texts, 1))
+        continuous_batching(model, kv, store=store, drafts="lookup")
+        found, report = answers(model, requests, 1, store=store, **options)
+    assert found == first and report.tokens_accepted > 0
+    continuous_batching(model, kv, store=store)
+    found, report = answers(model, turns, 2, store=store, **options)
+    assert found == second and report.tokens_found >= sum(len(x) // 8 * 8 - 8 for x in turns) // 2
+    store.close()
 
 
 @pytest.mark.parametrize("name", [*FAMILIES] if is_whole() else ["Gemma3n", "gpt-oss", "Llama4"])
