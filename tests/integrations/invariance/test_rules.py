@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from oracles.pairs import pairwise
 from oracles.threads import num_threads
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from kvloom.integrations.transformers.invariance.elementwise import elementwise
 from kvloom.integrations.transformers.invariance.packing import packed_linear, why_not_packable
@@ -74,6 +76,26 @@ def test_one_row_at_a_time_holds_where_nothing_else_does() -> None:
     rule = find_rule(product, torch.ones(1, 4), counts=range(1, 80))
     assert str(rule) == "one row at a time"
     assert torch.equal(rule.apply(product, torch.ones(7, 4)), torch.full((7, 4), 2.0))
+
+
+def test_a_rule_is_found_by_functions_of_torch_alone() -> None:
+    """Not by those that stand in for them where a layer is called: another of its shape may have none."""
+    stood_in = list[Any]()
+
+    class StandIns(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.mm:
+                stood_in.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return lambda rows: torch.mm(rows, weight.t())
+
+    with StandIns():
+        prepare(torch.randn(11, 40), None)(torch.randn(3, 40))
+        assert len(stood_in) == 1
+        assert rule_of(torch.randn(11, 40), None, prepare) == rule_of(torch.randn(11, 40), None, matmul)
+    assert len(stood_in) == 1
 
 
 def test_no_rows_are_no_rows() -> None:

@@ -22,7 +22,7 @@ from kvloom.integrations.transformers.session.requests.cuts import Cuts
 from kvloom.integrations.transformers.states.mixers import is_mixer
 
 SESSIONS = times(2)
-FAMILIES = [x for x in mixers() if x not in ("inkling2", "kimi_linear")]  # the first has no sessions
+FAMILIES = [x for x in mixers() if x != "inkling2"]  # which has no sessions
 KINDS = [("auto", "float32", 1), ("int8:g8", "bfloat16", 1), ("auto", "bfloat16", 2)]
 STEP = 16
 """At which multiples prefixes are found."""
@@ -105,14 +105,6 @@ def test_a_step_keeps_states_for_as_many_drafts_as_there_is_room(monkeypatch: py
             drafted.append(running.manager.report().tokens_drafted)
             assert not any(x.passed for x in running.cache.requests.held)
     assert max(b - a for a, b in pairwise(drafted)) == 15
-
-
-@pytest.mark.skipif("kimi_linear" not in mixers(), reason="this version has no such family")
-def test_a_family_that_rounds_differently_each_time_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"^drafts must be None for KimiLinearForCausalLM: sessions of"
-    ):
-        continuous_batching(small_model("kimi_linear"), drafts="lookup")
 
 
 def test_a_mixer_whose_rows_depend_on_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,8 @@ def rule_of(
     threads = torch.get_num_threads()
     key = (prepare, weight.shape, weight.stride(), weight.dtype, bias is not None, threads)
     if key not in _FOUND:
-        with torch.no_grad():
+        # Not by functions that stand in for torch's own where the layer is called: others have the same key.
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             _FOUND[key] = _search(weight, bias, prepare)
     return _FOUND[key]
 

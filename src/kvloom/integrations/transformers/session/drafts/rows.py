@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from kvloom.integrations.transformers.cache.trial import states_of_text
 from kvloom.integrations.transformers.invariance import Wish, hold_layers, release_layers
-from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.models.trials import undisturbed
 from kvloom.integrations.transformers.session.requests.groups import stateful_layers_of
 from kvloom.integrations.transformers.session.requests.state_rows import StateRows
@@ -21,8 +20,6 @@ _FIRST: Final = 12
 _ROWS: Final = (2, 3, 5, 8, 17)
 """Numbers of rows with which they are tried."""
 _HOLDER: Final = "trial of rows"
-_UNSTEADY: Final = {"kimi_linear"}
-"""Types of models whose sessions were seen to round differently when they were repeated."""
 
 
 def why_rows_differ(model: Any) -> str:
@@ -31,8 +28,6 @@ def why_rows_differ(model: Any) -> str:
     Args:
         model: A model with recurrent states, whose layers are made batch invariant for the trial.
     """
-    if text_config_of(model).model_type in _UNSTEADY:
-        return "sessions of this family have been seen to round differently when they are repeated"
     if any(x.device.type == "meta" for x in model.parameters()):
         return ""
     hold_layers(model, _HOLDER, Wish(batch_invariant=True, pack=False))
