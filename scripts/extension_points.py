@@ -53,7 +53,7 @@ POINTS: Final = [
     *_members(
         _GENERATION, "destroy_cached_continuous_batching_manager", f"{_OURS}/session/__init__.py", "5.19"
     ),
-    *_members(_MODEL, "_can_set_attn_implementation", f"{_OURS}/session/__init__.py"),
+    *_members(_MODEL, "_can_set_attn_implementation", f"{_OURS}/session/served.py"),
     Point(("transformers.PretrainedConfig:_attn_implementation_internal",), f"{_OURS}/cache/layers.py"),
     Point(
         (

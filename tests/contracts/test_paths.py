@@ -19,6 +19,7 @@ FOREIGN = {
     "benchmarks/results.md": {"llama.cpp"},
     "docs/carry.md": {
         "again.bin.carried.json",
+        "again.safetensors",
         "llama.cpp",
         "path/to/model",
         "prompt.safetensors",
