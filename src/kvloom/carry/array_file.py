@@ -14,15 +14,16 @@ from torch import Tensor
 
 from kvloom.carry.arrays import read_arrays
 from kvloom.carry.bytes import Source, bytes_of, written_whole
-from kvloom.carry.carried import CarriedCache, CarriedSide, expect_exact
+from kvloom.carry.carried import CarriedCache, CarriedSide, expect_exact, own_tokens
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.carry.tensor_file import DTYPES, TensorToWrite, read_tensors, write_tensors
 from kvloom.core.entries import FLOATS
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 
 _IDS: Final = "input_ids"
-_NAMES: Final = {str(DTYPES[x]).removeprefix("torch."): x for x in ("F32", "F16", "BF16")}
+_NAMES: Final = {dtype_name(DTYPES[x]): x for x in ("F32", "F16", "BF16")}
 
 
 def read_array_file(
@@ -37,10 +38,8 @@ def read_array_file(
         return found
     if ids.shape != (1, found.num_tokens) or ids.dtype != "I64":
         raise ArgumentError(f"source must have input_ids [1, {found.num_tokens}], got {list(ids.shape)}")
-    own = ids.load()[0].tolist()
-    if tokens is not None and [*tokens] != own:
-        raise ArgumentError("tokens must be those of the source, got others")
-    return CarriedCache(found.layers, found.num_tokens, tuple(own), found.said)
+    own = own_tokens(ids.load()[0].tolist(), tokens)
+    return CarriedCache(found.layers, found.num_tokens, own, found.said)
 
 
 def write_array_file(

@@ -6,7 +6,7 @@ The convention is that of transformers and ``KVCache``: keys after RoPE, whose p
 i + D/2; values as projected; of latent attention the latent as keys and the rope key as values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import isfinite
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.entries import FLOATS
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 from kvloom.quant.rotation import rotate
 
@@ -134,7 +135,7 @@ class CarriedSide:
     @classmethod
     def of(cls, x: Tensor) -> "CarriedSide":
         """A side of floats ``[T, H, D]`` that are in memory."""
-        return cls(x.shape[0], x.shape[1], x.shape[2], str(x.dtype).removeprefix("torch."), partial(_rows, x))
+        return cls(x.shape[0], x.shape[1], x.shape[2], dtype_name(x.dtype), partial(_rows, x))
 
     def parts(self) -> Iterator[tuple[int, Vectors]]:
         """Numbers of first tokens with the vectors from there on, which stay in the processor's cache."""
@@ -211,6 +212,13 @@ class CarriedCache:
 
 
 _FINITE: Final = "cache must have finite numbers, got NaN or infinity in {} of layer {}"
+
+
+def own_tokens(own: Sequence[int], given: Sequence[int] | None) -> tuple[int, ...]:
+    """Ids of the tokens that a source has; raises ArgumentError if the caller gave others."""
+    if given is not None and [*given] != [*own]:
+        raise ArgumentError("tokens must be those of the source, got others")
+    return tuple(own)
 
 
 def num_held(num_tokens: int, window: int | None) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.bytes import typed
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 
 BLOCK: Final = 32
@@ -37,7 +38,7 @@ class GgmlType(NamedTuple):
     @property
     def kind(self) -> str:
         """Name of the same kind in a ``CarriedSide``."""
-        return self.name if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return self.name if self.dtype is None else dtype_name(self.dtype)
 
     def row_bytes(self, elements: int) -> int:
         """Bytes of a row.

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.bytes import Source, typed
-from kvloom.carry.carried import ALL, CarriedCache, CarriedLayer, CarriedSide, Vectors, num_held, part_of
+from kvloom.carry.carried import (
+    ALL,
+    CarriedCache,
+    CarriedLayer,
+    CarriedSide,
+    Vectors,
+    num_held,
+    own_tokens,
+    part_of,
+)
 from kvloom.carry.geometry import CacheGeometry, LayerGeometry
 from kvloom.carry.llama.codes import can_be_int8, int8_of
 from kvloom.carry.llama.conventions import (
@@ -215,9 +224,7 @@ def _tokens(state: LlamaState, given: Sequence[int] | None, num_tokens: int) -> 
         )
     if given is None:
         return state.tokens or None
-    if state.tokens and state.tokens != tuple(given):
-        raise ArgumentError("tokens must be those of the source, got others")
-    return tuple(given)
+    return own_tokens(state.tokens, given) if state.tokens else tuple(given)
 
 
 def _said(state: LlamaState) -> tuple[tuple[str, str], ...]:

@@ -32,12 +32,14 @@ from kvloom.carry.carried import (
     CarriedSide,
     Vectors,
     num_held,
+    own_tokens,
     part_of,
 )
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.carry.mlx.affine import BITS
 from kvloom.carry.rope_pairs import expect_pairs_named, to_halves
 from kvloom.carry.tensor_file import DTYPES, StoredTensor, read_tensors
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 
 TOKENS: Final = "kvloom_tokens"
@@ -172,7 +174,7 @@ class _PromptCache:
         found = self._tensor(f"{number}.{side}", _FLOAT_NAMES, 4)
         count = self._expect_slots(number, found, slots)
         heads, dim = found.shape[1], found.shape[3]
-        kind = str(DTYPES[found.dtype]).removeprefix("torch.")
+        kind = dtype_name(DTYPES[found.dtype])
         turned = _turned(rotary, dim) if side == 0 else 0
         return CarriedSide(count, heads, dim, kind, partial(_load_floats, found, slots, turned))
 
@@ -237,6 +239,4 @@ def _tokens(text: str | None, given: Sequence[int] | None) -> tuple[int, ...] | 
         raise ArgumentError(f"source must have its tokens as a list: {error}") from error
     if not isinstance(found, list) or not all(type(x) is int for x in found):
         raise ArgumentError("source must have its tokens as a list of ids")
-    if given is not None and [*given] != found:
-        raise ArgumentError("tokens must be those of the source, got others")
-    return tuple(found)
+    return own_tokens(found, given)

@@ -24,11 +24,12 @@ from kvloom.carry.mlx.affine import BITS, GROUPS, quantize
 from kvloom.carry.mlx.reading import CODES, FLOATS, RING, TOKENS
 from kvloom.carry.rope_pairs import expect_pairs_named, to_adjacent
 from kvloom.carry.tensor_file import DTYPES, TensorToWrite, write_tensors
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 
 VERSIONS: Final = ("0.32.2", "0.28.4")
 """Versions of mlx-lm whose files are written; neither reads the other's."""
-_NAMES: Final = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if name[0] != "U"}
+_NAMES: Final = {dtype_name(dtype): name for name, dtype in DTYPES.items() if name[0] != "U"}
 
 
 def write_mlx(
@@ -180,7 +181,7 @@ class _Layer:
             bits, group, dtype = self._bits, self._group, self._dtype
             if self._first is not None:
                 bits, group = self._first.bits, self._first.group
-                dtype = str(self._first.scales.dtype).removeprefix("torch.")
+                dtype = dtype_name(self._first.scales.dtype)
             widths = ("U32", side.head_dim * bits // 32), *((_NAMES[dtype], side.head_dim // group),) * 2
             for part, (stored, width) in enumerate(widths):
                 shape = (1, side.heads, side.num_tokens, width)
