@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvloom.integrations.transformers.session.drafts.account import Account
-from kvloom.integrations.transformers.session.drafts.assisting import DELAY, MOST, Assisting, Candidate
+from kvloom.integrations.transformers.session.drafts.assisting import DELAY, Assisting, Candidate
 from kvloom.integrations.transformers.session.drafts.costs import Costs
+from kvloom.integrations.transformers.session.drafts.guesses import MOST
 
 
 class Written:

@@ -23,7 +23,8 @@ from kvloom.integrations.transformers import continuous_batching, report_layers
 from kvloom.integrations.transformers.session.choices.penalties import CountPenalties, TokenBias
 from kvloom.integrations.transformers.session.choices.sampling import Choice, choose_by_request
 from kvloom.integrations.transformers.session.drafts.costs import Costs
-from kvloom.integrations.transformers.session.drafts.drafter import MOST, Drafter
+from kvloom.integrations.transformers.session.drafts.drafter import Drafter
+from kvloom.integrations.transformers.session.drafts.guesses import MOST
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 from kvloom.store import KVStore
 

@@ -31,8 +31,8 @@ from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
 from kvloom.integrations.transformers.session.config import expect_config, expect_known
 from kvloom.integrations.transformers.session.drafts import expect_drafts
-from kvloom.integrations.transformers.session.drafts.assisting import MOST
 from kvloom.integrations.transformers.session.drafts.drafter import Drafter
+from kvloom.integrations.transformers.session.drafts.guesses import MOST
 from kvloom.integrations.transformers.session.drafts.lent import LentModel, expect_free
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap
 from kvloom.integrations.transformers.session.requests.agent_sessions import AgentSessions

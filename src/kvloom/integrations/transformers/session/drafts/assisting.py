@@ -8,10 +8,8 @@ from typing import Any, Final, NamedTuple
 from kvloom.integrations.transformers.session.drafts.account import Account
 from kvloom.integrations.transformers.session.drafts.assistant import Assistant
 from kvloom.integrations.transformers.session.drafts.costs import Costs
+from kvloom.integrations.transformers.session.drafts.guesses import MOST
 
-MOST: Final = 15
-"""Largest number of drafted tokens of a request in a step. Attention to up to 16 new tokens of a request has
-the bits of attention to one, also in bfloat16 on processors with AMX."""
 DELAY: Final = 1 / 8
 """Largest part by which drafts may lengthen a step in which a request has none, such as a prompt."""
 _MOST_SPARE: Final = 2 * DELAY

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvloom.integrations.transformers.session.drafts.assistant import Assistant
-from kvloom.integrations.transformers.session.drafts.assisting import DELAY, MOST, Assisting, Candidate
+from kvloom.integrations.transformers.session.drafts.assisting import DELAY, Assisting, Candidate
 from kvloom.integrations.transformers.session.drafts.costs import Costs
-from kvloom.integrations.transformers.session.drafts.guesses import Guesses
+from kvloom.integrations.transformers.session.drafts.guesses import MOST, Guesses
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 from kvloom.integrations.transformers.session.requests.session_requests import SessionRequests
 from kvloom.integrations.transformers.session.steps.drafted import DraftedRequest

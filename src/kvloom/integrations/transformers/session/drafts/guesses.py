@@ -6,6 +6,9 @@ from typing import Final
 
 from kvloom.integrations.transformers.session.drafts.text_lookup import TextLookup
 
+MOST: Final = 15
+"""Largest number of drafted tokens of a request in a step. Attention to up to 16 new tokens of a request has
+the bits of attention to one, also in bfloat16 on processors with AMX."""
 _FADING: Final = 0.9
 """Weight of what was guessed before the last step, relative to the step before it."""
 

@@ -23,10 +23,8 @@ from kvloom.caches.format import RESIDUAL_ROLLBACK
 from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.session.drafts.costs import Costs
-from kvloom.integrations.transformers.session.drafts.guesses import Guesses
+from kvloom.integrations.transformers.session.drafts.guesses import MOST, Guesses
 
-MOST: Final = 15
-"""Largest number of drafted tokens of a row in a forward, as in a session."""
 LEAD: Final = 64
 """Number of tokens ahead with which a row waits for the others; their logits are kept."""
 
