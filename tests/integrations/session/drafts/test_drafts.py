@@ -13,7 +13,7 @@ from campaign import is_whole, times
 from integrations.attention.test_latents import family as latent_family
 from integrations.models.test_families import FAMILIES, family
 from integrations.session.test_batch_invariance import MODELS, model_of
-from oracles.batching import random_requests, session
+from oracles.batching import alone, random_requests, session
 from oracles.pairs import pairwise
 from oracles.threads import num_threads
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -164,6 +164,38 @@ def test_no_bit_differs(name: str, kv: str, dtype: torch.dtype, pack: bool, thre
             seed += 1000 * len(name + kv) + threads
             report = expect_same(model, kv, copying_requests(6, seed), seed, pack=pack)
             assert 0 < report.tokens_accepted < report.tokens_drafted
+
+
+def test_an_answer_is_delivered_with_its_last_draft_counted() -> None:
+    """What reads an answer reads its counts then, while the step that ended it may still go on."""
+    model, request, counted = model_of("Llama", torch.float32), [7, 8, 9, 7, 8], list[tuple[int, int]]()
+    continuous_batching(model, "auto")
+    text = [*request, *alone(model, request, NEW)]
+    continuous_batching(model, "auto", drafts="lookup")
+    choice = Choice(temperature=0.0)
+
+    def begin(manager: Any) -> None:
+        choose_by_request(manager)
+        deliver = manager.output_router.deliver_batch
+
+        def counting(outputs: Any) -> None:
+            counted.append((choice.num_drafted, choice.num_accepted))
+            deliver(outputs)
+
+        manager.output_router.deliver_batch = counting
+
+    def guess(self: Drafter, state: Any, most: int) -> tuple[list[int], float]:
+        end = len(request) + len(state.generated_tokens)
+        return text[end : end + min(most, 4)], 0.999
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafter, "_guess", guess)
+        with session(model, begin=begin) as running:
+            running.manager.add_request(request, max_new_tokens=NEW, **{CHOICE: choice})
+            (output,) = running.run().values()
+    assert [*request, *output.generated_tokens] == text
+    assert counted[-1] == (choice.num_drafted, choice.num_accepted)
+    assert choice.num_drafted == choice.num_accepted > NEW // 2
 
 
 @pytest.mark.parametrize(("name", "kv"), [("Llama", "int4:g32,recent=24"), ("Gemma2", "auto")])

@@ -9,7 +9,7 @@ Shapes: T tokens of all requests of a step, R requests with a new token, D draft
 vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +100,13 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
             self.note_time(sum(x.query_length for x in requests), perf_counter() - began)
 
     def update_batch(self) -> None:
-        """Update requests as transformers does, once for each chosen token, and take the rest back."""
+        """Update requests as transformers does, once for each chosen token, and take the rest back.
+
+        Drafted tokens are counted before, since an update delivers answers, which say how many there were.
+        """
+        for x in self._drafted:
+            for counts in self._counts_of(x):
+                counts.num_drafted += len(x.draft)
         super().update_batch()
         accepted = [x for x in self._drafted if x.accepts()]
         while accepted:
@@ -108,17 +114,18 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
             super().update_batch()
             accepted = [x for x in accepted if x.accepts()]
         for x in self._drafted:
-            for counts in (self.cache.steps, x.state.logit_processor_kwargs.get(CHOICE)):
-                if counts is not None:
-                    counts.num_drafted += len(x.draft)
-                    counts.num_accepted += x.num_accepted
-            self.cache.steps.num_assisted += x.num_accepted if x.by == "assistant" else 0
             self.cache.requests.take_back(x.state.request_id, x.state.current_len())
         if self._drafted:
             self._record()
         if self.note_drafts is not None:
             self.note_drafts(self._drafted)
         self._drafted, self._behind, self._kept = (), [], None
+
+    def _counts_of(self, x: DraftedRequest) -> Iterator[Any]:
+        """What counts drafted tokens: the session, and the choice of the request if it has one."""
+        yield self.cache.steps
+        if (choice := x.state.logit_processor_kwargs.get(CHOICE)) is not None:
+            yield choice
 
     def _record(self) -> None:
         """Record the drafts of this step as events of their requests, in the recording of its beginning."""
@@ -139,6 +146,9 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
             x.state.position_offset += 1
             rows.append(x.first + x.num_accepted)
             x.num_accepted += 1
+            for counts in self._counts_of(x):
+                counts.num_accepted += 1
+            self.cache.steps.num_assisted += x.by == "assistant"
         arguments = step._bulk_input_tensor[step.static_inputs :]
         self.logit_processor.prepare_tensor_args(requests_in_batch=accepted, arg_storage=arguments)
         step.requests_in_batch, step.num_request_in_batch = list(accepted), len(accepted)
