@@ -1,12 +1,13 @@
-"""What commands print: tables and sentences on standard output, progress on standard error.
+"""What is printed: tables and sentences on standard output, progress on standard error, and reports.
 
 In a pipe tables have no boxes, and no line is broken, so that other programs read a row in a line. Progress
 is shown on a terminal alone, and is gone when the work is done.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -18,6 +19,67 @@ _T = TypeVar("_T")
 
 _ENDLESS: Final = 100_000
 """Width of a pipe, in characters."""
+
+
+_WORDS: Final = {
+    "kv": "kind",
+    "nbytes_dynamic": "bytes in a DynamicCache",
+    "nbytes_bfloat16": "bytes in bfloat16",
+    "nbytes_per_token": "bytes a token",
+    "smoothed": "layers with smoothed keys",
+}
+"""Names of a report that are said in other words."""
+
+
+class TableReport(dict[str, Any]):
+    """Numbers by name, printed as a table of two columns, in a terminal and in a notebook.
+
+    A dictionary within has the name of its own before its names. What is ``None`` or empty is left out.
+    """
+
+    def __str__(self) -> str:
+        rows = list(_rows(self))
+        width = max((len(name) for name, _ in rows), default=0)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in _rows(self))
+        return f"<table>{''.join(rows)}</table>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def in_units(nbytes: float) -> str:
+    """Bytes as people say them: ``1.32 MB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def _rows(numbers: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in numbers.items():
+        words = before + _WORDS.get(name, str(name).replace("nbytes", "bytes").replace("_", " "))
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{words}: ")
+        elif value is not None and value != []:
+            yield words, _told(words, value)
+
+
+def _told(words: str, value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int() | float() if "bytes" in words and value >= 1000:
+            return f"{value:,.0f} ({in_units(value)})"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4g}"
+        case list() | tuple():
+            return ", ".join(str(x) for x in value)
+    return str(value)
 
 
 def console(least_width: int = 0) -> "Console":

@@ -161,7 +161,7 @@ class PageTable:
         """Release ``pages`` and take the references to others, to which their tokens were copied.
 
         Raises:
-            As ``replace``.
+            StateError: as ``replace``.
         """
         old = self.pages
         self.replace(refs)

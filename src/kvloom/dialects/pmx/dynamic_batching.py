@@ -201,9 +201,9 @@ def multi_head_attention(
         query: ``[seqstarts[B], num_heads, head_dim]`` float32, float16 or bfloat16.
         key: ``[kvstarts[B], num_kv_heads, head_dim]``, dtype of ``query``.
         value: As ``key``.
-        seqstarts, kvstarts, decoding_batches, max_seqlen, max_kvlen, attn_mask, num_heads, head_dim,
-        is_causal,
-            is_alibi, num_kv_heads: As ``multi_head_cache_attention``.
+        seqstarts: As ``multi_head_cache_attention``, and so are ``kvstarts``, ``decoding_batches``,
+            ``max_seqlen``, ``max_kvlen``, ``attn_mask``, ``num_heads``, ``head_dim``, ``is_causal``,
+            ``is_alibi`` and ``num_kv_heads``.
 
     Returns:
         ``[seqstarts[B], num_heads, head_dim]``, dtype of ``query``. A row that may see no key is 0.

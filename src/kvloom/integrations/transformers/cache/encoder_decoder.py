@@ -12,13 +12,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvloom.caches import CacheFormat
 from kvloom.errors import ArgumentError, StateError
-from kvloom.integrations.transformers.cache.encoder import EncoderKVCache, EncoderLayer, report_of
+from kvloom.integrations.transformers.cache.encoder import EncoderKVCache, EncoderLayer
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import States
 from kvloom.integrations.transformers.cache.lengths import lengths_of
 from kvloom.integrations.transformers.cache.pairs import PairGuard
 from kvloom.integrations.transformers.models.layer_specs import OF_PICTURES
+from kvloom.integrations.transformers.reports import report_of
 from kvloom.paging import whole
+from kvloom.terminal import TableReport
 
 _Cache = TypeVar("_Cache", bound="CrossedKVCache")
 
@@ -28,19 +30,20 @@ class CrossedKVCache(KVCache):
 
     _encoder: EncoderKVCache
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> TableReport:
         """What both halves hold: ``text``, the decoder's tokens, and ``encoder``.
 
-        Each has ``kv``, ``rows`` that attention sees, ``tokens`` of each row, ``nbytes`` allocated, and
-        ``nbytes_dynamic``, the bytes of the same rows in transformers' ``DynamicCache``; ``encoder`` also
-        ``stored_rows``, which rows with the same input share. ``nbytes`` and ``nbytes_dynamic`` are of both.
+        Each has ``kv``, ``rows`` that attention sees, ``tokens`` of each row, ``nbytes`` allocated,
+        ``nbytes_per_token``, ``nbytes_dynamic`` and ``nbytes_bfloat16``, the bytes of the same rows in a
+        ``DynamicCache`` of the model's dtype and of bfloat16, and ``smoothed`` layers; ``encoder`` also
+        ``stored_rows``, which rows with the same input share. Bytes stand for both halves, too.
         """
         halves = {
             "text": report_of(self._own_layers, self.num_rows, self._cache.nbytes),
             "encoder": self._encoder.report(),
         }
-        sums = {name: sum(x[name] for x in halves.values()) for name in ("nbytes", "nbytes_dynamic")}
-        return {**halves, **sums}
+        names = ("nbytes", "nbytes_dynamic", "nbytes_bfloat16")
+        return TableReport(halves | {name: sum(x[name] for x in halves.values()) for name in names})
 
     def __repr__(self) -> str:
         """Rows, tokens and bytes of both halves."""

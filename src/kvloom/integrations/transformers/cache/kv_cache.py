@@ -38,13 +38,14 @@ from kvloom.integrations.transformers.models.cache_argument import attends_to_en
 from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.remembered import memory_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.reports import ReportedCache
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.paging import uninterrupted, whole
 
 _LOG: Final = logging.getLogger("kvloom")
 
 
-class KVCache(StatefulCache):
+class KVCache(ReportedCache, StatefulCache):
     """A cache for ``generate(past_key_values=...)`` and ``model(past_key_values=...)`` kept in kvloom pages.
 
     With ``attn_implementation="kvloom"`` attention reads the pages in place; any other one receives the same
