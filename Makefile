@@ -57,7 +57,7 @@ NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-engines test-upcoming \
-    test-hosts asan asan-library asan-hostile slow tsan test-arm wheel test-install release check \
+    test-hosts docs asan asan-library asan-hostile slow tsan test-arm wheel test-install release check \
     format bench bench-gpu bench-vllm clean
 
 demo: $(READY)
@@ -162,6 +162,22 @@ test-upcoming: $(READY)
 	PYTHONPATH=build/upcoming $(BIN)/python scripts/extension_points.py
 	PYTHONPATH=build/upcoming $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/integrations tests/measuring
+
+# The site of the documentation in build/site, which is read without a server and a network: all links and names are
+# found, and its search answers what people ask.
+docs: $(READY) build/docs/.ready
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+	KVLOOM_SITE=build/site $(BIN)/python -m pytest --quiet tests/site
+	@echo "build/site/index.html"
+
+# Over what .venv has, which the page of commands needs.
+build/docs/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE))')" > \
+	    "$$($(@D)/bin/python -c $(SITE))/over.pth"
+	$(@D)/bin/python $(PIP) install 'pip>=25.1'
+	$(@D)/bin/python $(PIP) install --group docs
+	@touch $@
 
 # All of the above and below that can run here; HOSTS='lmcache torch' some. Writes docs/versions.md.
 test-hosts: $(READY)

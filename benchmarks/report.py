@@ -23,6 +23,7 @@ from cpu_sections import (
     vllm_cpu_section,
 )
 from latent_sections import latents_section
+from picture import picture
 from plots import link, place
 from quality_sections import formats_section, quality_length_section, quality_section, retrieval_section
 from rounds import needs_compiled_backend
@@ -41,6 +42,7 @@ from trace_sections import causes_section, events_section, knowledge_section, si
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results.md"
+PICTURE = HERE.parent / "docs" / "why" / "step.svg"
 OURS = ("torch", "transformers")
 QUANTIZED = (*OURS, "optimum-quanto", "hqq")
 RUNTIMES = ("torch", "onnxruntime", "openvino", "zentorch", "llama-cpp-python")
@@ -365,6 +367,7 @@ def main() -> None:
     if all(ours.get(title) for title in README_SECTIONS):
         before, rest = README.read_text(encoding="utf-8").split(BEGIN)
         block = long_contexts(ours)
+        PICTURE.write_text(picture(ours["Decode"], ours["Memory"]), encoding="utf-8")
         README.write_text(f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 

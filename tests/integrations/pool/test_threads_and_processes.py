@@ -75,7 +75,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_child_that_is_forked_after_parallel_work_computes_with_one_thread() -> None:
-    """With several it hangs, in torch alone as well: docs/transformers.md says what to do."""
+    """With several it hangs, in torch alone as well: docs/saving.md says what to do."""
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED],
