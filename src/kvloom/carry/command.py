@@ -49,7 +49,9 @@ def add_parser(commands: Any, models: Models) -> argparse.ArgumentParser:
         "--no-check", action="store_true", help="do not compare the first layer with the model"
     )
     parser.add_argument("--kind", metavar="KIND", help="type to write: float32, float16, bfloat16, q8_0")
-    parser.add_argument("--bits", type=int, default=0, choices=(8, 4, 2), help="codes of mlx-lm to write")
+    parser.add_argument(
+        "--bits", type=int, default=0, choices=(8, 4, 2), help="codes of mlx-lm to write (default: floats)"
+    )
     parser.add_argument("--round", action="store_true", help="numbers may be rounded to --kind or --bits")
     parser.add_argument(
         "--form", default="sequence", choices=("sequence", "context", "state"), help="of llama.cpp"
