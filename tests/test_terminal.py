@@ -77,3 +77,15 @@ def test_a_pipe_has_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.progress("layers", 2) as tell:
         tell(1)
     assert capsys.readouterr() == ("", "")
+
+
+def test_waiting_is_said_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wait() -> None:
+        with terminal.waiting("comparing"):
+            pass
+
+    assert "comparing" in on_a_screen(wait, monkeypatch)
+    wait()
+    assert capsys.readouterr() == ("", "")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvloom import __version__
+from kvloom import __version__, terminal
 from kvloom.carry import command as carrying
 from kvloom.command_help import complete, completion
 from kvloom.conform.command import add_conform
@@ -236,7 +236,8 @@ def _exchange(args: argparse.Namespace) -> None:
 
     with _options_named():
         key = read_sums(args.key_file).key
-        count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt, key)
+        with terminal.waiting("copying keys and values"):
+            count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt, key)
     said = f"{count} of {len(tokens)} tokens are in {args.target}"
     sys.stdout.write(f"{json.dumps({'stored': count, 'tokens': len(tokens)}) if args.json else said}\n")
 
