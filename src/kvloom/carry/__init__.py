@@ -3,8 +3,9 @@
 Names load on first use, since ``kvloom --help`` needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvloom.lazy_names import getattr_of
 
 if TYPE_CHECKING:
     from kvloom.carry.array_file import read_array_file, write_array_file
@@ -70,8 +71,4 @@ __all__ = [
     "write_mlx",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvloom.carry' has no attribute {name!r}")
-    return getattr(import_module(f"kvloom.carry.{_HOME[name]}"), name)
+__getattr__ = getattr_of(__name__, _HOME)

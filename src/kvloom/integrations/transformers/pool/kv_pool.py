@@ -28,10 +28,10 @@ from kvloom.integrations.transformers.pool.encoders import (
     encoder_for,
 )
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
-from kvloom.integrations.transformers.pool.memory import PoolMemory
 from kvloom.integrations.transformers.pool.model import PoolModel
 from kvloom.integrations.transformers.pool.origin import PoolCache
 from kvloom.integrations.transformers.pool.prefixes import PoolPrefixes, rows_of
+from kvloom.integrations.transformers.pool.remembered import PoolMemory
 from kvloom.integrations.transformers.pool.states import PADDED, PoolStates, states_for
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.paging import Miss
