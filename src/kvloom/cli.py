@@ -311,7 +311,7 @@ def _load_folder(path: Path | None, dtype: str = "auto", *, with_encoder: bool =
 def _sizes(path: Path) -> Any:
     """Sizes of the layers of a folder's model, made without weights."""
     with _somebodys_folder(path):
-        from kvloom.carry.model_geometry import geometry_of
+        from kvloom.carry.own.model_geometry import geometry_of
         from kvloom.planning.making import model_of, read_config, without_data
 
         with without_data():

@@ -85,8 +85,8 @@ def print_carry(args: argparse.Namespace) -> None:
             raise ArgumentError(f"{name} must be given unless --describe is, got none")
     if args.tokens is not None and args.prompt_file is not None:
         raise ArgumentError("--tokens must not be given beside --prompt-file")
-    from kvloom.carry.beside import Beside, path_beside, read_beside, write_beside
     from kvloom.carry.describing import format_of
+    from kvloom.carry.files.beside import Beside, path_beside, read_beside, write_beside
 
     beside = read_beside(args.cache)
     source = args.source or format_of(args.cache)
@@ -125,7 +125,7 @@ def _checked(args: argparse.Namespace, cache: "CarriedCache", beside: Any) -> tu
     """The cache with its tokens, the model's digest, and what the check of the first layer found."""
     from dataclasses import replace
 
-    from kvloom.carry.beside import DIGEST, expect_digest
+    from kvloom.carry.files.beside import DIGEST, expect_digest
     from kvloom.carry.first_layer import expect_first_layer
     from kvloom.integrations.transformers.pool.identity import model_digest
 
@@ -171,7 +171,7 @@ def _tokens(args: argparse.Namespace, tokenizer: Any) -> list[int] | None:
 def _write(args: argparse.Namespace, cache: "CarriedCache", geometry: "CacheGeometry", digest: str) -> None:
     from kvloom.carry import write_llama, write_mlx
     from kvloom.carry.array_file import write_array_file
-    from kvloom.carry.beside import DIGEST
+    from kvloom.carry.files.beside import DIGEST
 
     if args.target == "llama.cpp":
         write_llama(
