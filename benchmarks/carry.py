@@ -36,7 +36,7 @@ from kvloom.carry import (
     write_llama,
     write_mlx,
 )
-from kvloom.carry import bytes as carried_bytes
+from kvloom.carry.files import bytes as carried_bytes
 
 LAYERS, HEADS, DIM = 32, 8, 128
 GEOMETRY = CacheGeometry.uniform(LAYERS, HEADS, DIM, "llama")

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
-    NUMBA_NUM_THREADS="1",  # of n-gram drafts: numba otherwise gives torch's products its own number of threads
+    NUMBA_NUM_THREADS="1",  # n-gram drafts otherwise give torch as many threads as numba has
     VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
 )  # fmt: skip
 

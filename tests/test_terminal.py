@@ -90,3 +90,15 @@ def test_a_report_is_a_table_of_names_and_numbers() -> None:
         "store: runs<1>  3",
     ]
     assert "<td>store: runs&lt;1&gt;</td><td>3</td>" in report._repr_html_()
+
+
+def test_waiting_is_said_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wait() -> None:
+        with terminal.waiting("comparing"):
+            pass
+
+    assert "comparing" in on_a_screen(wait, monkeypatch)
+    wait()
+    assert capsys.readouterr() == ("", "")

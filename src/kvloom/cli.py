@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvloom import __version__
+from kvloom import __version__, terminal
 from kvloom.carry import command as carrying
+from kvloom.command_help import complete, completion
 from kvloom.conform.command import add_conform
 from kvloom.core.arguments import expect_options
 from kvloom.core.spelling import STORAGE, expect_kv
@@ -53,6 +54,7 @@ _INSTALLED = {
     "xxhash": "xxhash",
     "obstore": "obstore",
     "redis": "redis",
+    "shtab": "shtab",
 }
 
 
@@ -98,7 +100,7 @@ def _give_up_output() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvloom", description="A KV cache for transformer inference.")
     parser.add_argument("--version", action="version", version=f"kvloom {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", title="commands")
 
     generate = commands.add_parser("generate", help="continue a prompt, keys and values in a kvloom cache")
     prompt = generate.add_mutually_exclusive_group(required=True)
@@ -109,9 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="KIND[:gGROUP]",
         help=f"how the cache is kept: {', '.join(STORAGE)} (auto: model's dtype; int8:g32: 32 elements "
-        "share a scale, 64 if not said)",
+        "share a scale, int8 alone 64; default: auto)",
     )
-    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="tokens to write, at most"
+    )
     generate.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
     generate.add_argument(
         "--store",
@@ -121,7 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     demo = commands.add_parser("demo", help="the bundled model on held-out text, and a table of cache kinds")
-    demo.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    demo.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="tokens to write with each cache kind"
+    )
     demo.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each cache kind")
     demo.add_argument("--view", type=Path, metavar="FILE", help="write a page of HTML that shows the pages")
     demo.set_defaults(run=partial(demo_command.print_demo, load=_load))
@@ -180,7 +186,11 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="version, backends, CPU capability, devices")
     info.add_argument("--probe", action="store_true", help="time attention with each instruction set")
     info.set_defaults(run=_info)
-    return parser
+
+    completed = commands.add_parser("completion", help="a script with which a shell completes this command")
+    completed.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="the shell that reads it")
+    completed.set_defaults(run=lambda args: sys.stdout.write(completion(parser, args.shell)) and None)
+    return complete(parser)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -226,7 +236,8 @@ def _exchange(args: argparse.Namespace) -> None:
 
     with _options_named():
         key = read_sums(args.key_file).key
-        count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt, key)
+        with terminal.waiting("copying keys and values"):
+            count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt, key)
     said = f"{count} of {len(tokens)} tokens are in {args.target}"
     sys.stdout.write(f"{json.dumps({'stored': count, 'tokens': len(tokens)}) if args.json else said}\n")
 
@@ -300,7 +311,7 @@ def _load_folder(path: Path | None, dtype: str = "auto", *, with_encoder: bool =
 def _sizes(path: Path) -> Any:
     """Sizes of the layers of a folder's model, made without weights."""
     with _somebodys_folder(path):
-        from kvloom.carry.model_geometry import geometry_of
+        from kvloom.carry.own.model_geometry import geometry_of
         from kvloom.planning.making import model_of, read_config, without_data
 
         with without_data():

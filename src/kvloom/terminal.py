@@ -131,6 +131,22 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], No
         yield lambda done: shown.update(task, completed=done)
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Context of work that may take seconds, and of which nobody knows how much is done.
+
+    Args:
+        what: What is done; nothing else is printed meanwhile.
+    """
+    if not is_shown():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
 def is_shown() -> bool:
     """Whether standard error is a terminal, so that progress is shown."""
     return sys.stderr is not None and sys.stderr.isatty()

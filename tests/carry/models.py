@@ -54,6 +54,13 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "dynamic": (
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        },
+    ),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
     "qwen2": ("Qwen2ForCausalLM", {"hidden_size": 256}),
     "gemma3": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 64, **_WINDOWS}),

@@ -11,7 +11,7 @@ import torch
 
 from kvloom import load_model
 from kvloom.carry import from_cache, geometry_of, read_llama, write_llama
-from kvloom.carry.beside import path_beside
+from kvloom.carry.files.beside import path_beside
 from kvloom.cli import main
 from kvloom.models import bundled_model_path
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from carry.models import small, text
 from oracles.language_models import make_model
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
@@ -117,3 +118,19 @@ def test_what_cannot_be_read_or_written_is_named(
     exchange(source, store, model, IDS, page_size=PAGE)
     with pytest.raises(ArgumentError, match="TARGET must be a file that can be written"):
         exchange(store, str(tmp_path / "none" / "out.safetensors"), model, IDS, page_size=PAGE)
+
+
+def test_a_file_of_a_long_text_is_not_found_for_a_short_one(tmp_path: Path) -> None:
+    """Each length beyond the trained one has its own frequencies with dynamic RoPE, so keys of its own."""
+    model, cache, tokens = small("dynamic"), DynamicCache(), text(40)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    named = {"input_ids": tokens}
+    for i, (key, value) in enumerate((x.keys, x.values) for x in cache.layers):
+        named |= {f"past_key_values.{i}.key": key, f"past_key_values.{i}.value": value}
+    save_file(named, tmp_path / "in.safetensors")
+    store = str(tmp_path / "store")
+    with pytest.raises(ArgumentError, match="TARGET must be a store that can be written"):
+        exchange(str(tmp_path / "in.safetensors"), store, model, tokens[0].tolist(), page_size=PAGE)
+    with KVPool.for_model(model, "auto", PAGE, max_tokens=40, store=f"file://{store}") as pool:
+        assert pool.begin(tokens[:, :20]).get_seq_length() == 0

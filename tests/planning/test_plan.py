@@ -20,13 +20,13 @@ from integrations.models.test_vision_models import vision_model
 import kvloom
 from kvloom.caches.tensors.storage import Storage
 from kvloom.cli import main
+from kvloom.core.arguments import parse_bytes
 from kvloom.core.spelling import PACKS
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, enable, load_model, report_layers
 from kvloom.integrations.transformers.models.cache_argument import as_argument
 from kvloom.integrations.transformers.models.layer_specs import StatefulLayer
 from kvloom.models import bundled_model_path
-from kvloom.planning.command import parse_bytes
 from kvloom.planning.model import ModelShape
 from kvloom.planning.plan import Plan, kinds_for
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.arrays import read_arrays
-from kvloom.carry.bytes import Source, bytes_of, written_whole
 from kvloom.carry.carried import CarriedCache, CarriedSide, expect_exact, own_tokens
+from kvloom.carry.files.bytes import Source, bytes_of
+from kvloom.carry.files.tensor_file import DTYPES, TensorToWrite, read_tensors, write_tensors
+from kvloom.carry.files.writing import written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, expect_layers
-from kvloom.carry.tensor_file import DTYPES, TensorToWrite, read_tensors, write_tensors
 from kvloom.core.entries import FLOATS
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError

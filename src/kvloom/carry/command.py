@@ -49,7 +49,9 @@ def add_parser(commands: Any, models: Models) -> argparse.ArgumentParser:
         "--no-check", action="store_true", help="do not compare the first layer with the model"
     )
     parser.add_argument("--kind", metavar="KIND", help="type to write: float32, float16, bfloat16, q8_0")
-    parser.add_argument("--bits", type=int, default=0, choices=(8, 4, 2), help="codes of mlx-lm to write")
+    parser.add_argument(
+        "--bits", type=int, default=0, choices=(8, 4, 2), help="codes of mlx-lm to write (default: floats)"
+    )
     parser.add_argument("--round", action="store_true", help="numbers may be rounded to --kind or --bits")
     parser.add_argument(
         "--form", default="sequence", choices=("sequence", "context", "state"), help="of llama.cpp"
@@ -83,8 +85,8 @@ def print_carry(args: argparse.Namespace) -> None:
             raise ArgumentError(f"{name} must be given unless --describe is, got none")
     if args.tokens is not None and args.prompt_file is not None:
         raise ArgumentError("--tokens must not be given beside --prompt-file")
-    from kvloom.carry.beside import Beside, path_beside, read_beside, write_beside
     from kvloom.carry.describing import format_of
+    from kvloom.carry.files.beside import Beside, path_beside, read_beside, write_beside
 
     beside = read_beside(args.cache)
     source = args.source or format_of(args.cache)
@@ -123,7 +125,7 @@ def _checked(args: argparse.Namespace, cache: "CarriedCache", beside: Any) -> tu
     """The cache with its tokens, the model's digest, and what the check of the first layer found."""
     from dataclasses import replace
 
-    from kvloom.carry.beside import DIGEST, expect_digest
+    from kvloom.carry.files.beside import DIGEST, expect_digest
     from kvloom.carry.first_layer import expect_first_layer
     from kvloom.integrations.transformers.pool.identity import model_digest
 
@@ -169,7 +171,7 @@ def _tokens(args: argparse.Namespace, tokenizer: Any) -> list[int] | None:
 def _write(args: argparse.Namespace, cache: "CarriedCache", geometry: "CacheGeometry", digest: str) -> None:
     from kvloom.carry import write_llama, write_mlx
     from kvloom.carry.array_file import write_array_file
-    from kvloom.carry.beside import DIGEST
+    from kvloom.carry.files.beside import DIGEST
 
     if args.target == "llama.cpp":
         write_llama(

@@ -3,10 +3,10 @@
 from collections import Counter
 from itertools import groupby
 
-from kvloom.carry.bytes import Cursor, Source, bytes_of
+from kvloom.carry.files.bytes import Cursor, Source, bytes_of
+from kvloom.carry.files.tensor_file import read_tensors
 from kvloom.carry.llama.state import FORMS, LlamaState, StoredCache, StoredRows, parse_state
 from kvloom.carry.mlx.reading import read_mlx
-from kvloom.carry.tensor_file import read_tensors
 from kvloom.errors import ArgumentError
 
 FORMATS = ("llama.cpp", "mlx", "safetensors")

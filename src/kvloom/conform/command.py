@@ -17,11 +17,11 @@ def add_conform(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(run=_list)
 
     described = commands.add_parser("describe", help="an operator: arguments, shapes, rules")
-    described.add_argument("dialect")
+    described.add_argument("dialect", metavar="NAME", help="as list prints it")
     described.set_defaults(run=_describe)
 
     written = commands.add_parser("vectors", help="write vectors as safetensors with JSON manifests")
-    written.add_argument("folder", type=Path)
+    written.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write into")
     written.add_argument("--dialect", action="append", metavar="NAME", help="these only")
     _add_seed(written)
     written.set_defaults(run=_vectors)
@@ -30,11 +30,11 @@ def add_conform(parser: argparse.ArgumentParser) -> None:
     run.add_argument("target", metavar="TARGET", help="package.module:function, onnxruntime, "
                      "onnx.reference, model.onnx, library.so (custom operators), library.so:function, "
                      "command:PROGRAM ARGUMENTS")  # fmt: skip
-    run.add_argument("--dialect", required=True, metavar="NAME")
+    run.add_argument("--dialect", required=True, metavar="NAME", help="the operator, as list prints it")
     run.add_argument("--vector", action="append", metavar="NUMBER", type=int, help="these only")
     run.add_argument("--vectors", type=Path, metavar="FOLDER", help="a set that `vectors` wrote")
     run.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="that one vector may take, 60 if not said"
+        "--timeout", type=float, metavar="SECONDS", help="that one vector may take (default: 60)"
     )
     _add_seed(run)
     for kind in ("json", "junit", "html"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from kvloom import terminal
 from kvloom.conform.describe import Argument, Call, Vector, bad_calls
 from kvloom.conform.draw import Draw
 from kvloom.conform.operators import OPERATORS
@@ -71,7 +72,7 @@ def write(folder: Path, dialects: list[str], seed: int = SEED, count: int | None
 
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {"format": "kvloom-vectors", "version": VERSION, "seed": seed, "dialects": {}}
-    for dialect in dialects:
+    for dialect in terminal.tracked(dialects, "dialects"):
         operator, tensors = OPERATORS[dialect], dict[str, Tensor]()
         entries = [_entry(vector, tensors) for vector in make(dialect, seed, count)]
         file = folder / f"{dialect}.safetensors"

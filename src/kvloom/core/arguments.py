@@ -1,7 +1,9 @@
-"""Checks of numbers and files that need no torch."""
+"""Checks of numbers, sizes and files that need no torch."""
 
 import argparse
+import re
 from pathlib import Path
+from typing import Final
 
 from kvloom.errors import ArgumentError
 
@@ -23,6 +25,26 @@ def expect_options(args: argparse.Namespace, least: float, *names: str) -> None:
     for name in names:
         if (value := getattr(args, name)) is not None:
             expect_least(f"--{name.replace('_', '-')}", value, least)
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Parse a size: ``"24GB"`` (10^9), ``"1.5GiB"`` (2^30) or a plain number of bytes.
+
+    Raises:
+        ArgumentError: ``text`` is no size; the error calls it ``name``.
+    """
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]i?B)?", text)
+    if found is None:
+        raise ArgumentError(f"{name} must be a number of bytes such as 24GB or 24GiB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+_UNITS: Final = {"": 1} | {
+    f"{letter}{i}B": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for i, base in (("", 1000), ("i", 1024))
+}
+"""Bytes of each unit of a size."""
 
 
 def read_text(name: str, path: Path) -> str:

@@ -3,8 +3,9 @@
 Names load on first use, since ``kvloom --help`` needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvloom.lazy_names import getattr_of
 
 if TYPE_CHECKING:
     from kvloom.layouts.catalog import LAYOUTS, NamedLayout, find_layout
@@ -24,8 +25,4 @@ _HOME = {
 
 __all__ = ["LAYOUTS", "KVTensors", "NamedLayout", "Placement", "convert", "convert_file", "find_layout"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvloom.layouts' has no attribute {name!r}")
-    return getattr(import_module(f"kvloom.layouts.{_HOME[name]}"), name)
+__getattr__ = getattr_of(__name__, _HOME)

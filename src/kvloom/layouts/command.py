@@ -21,10 +21,14 @@ def add_layouts(commands: Any, named: Callable[[Callable[..., None]], Callable[.
     layouts.set_defaults(run=_print_layouts)
 
     convert = commands.add_parser("convert", help="a safetensors file of keys and values in another layout")
-    convert.add_argument("source", type=Path, metavar="IN.safetensors")
-    convert.add_argument("target", type=Path, metavar="OUT.safetensors")
-    convert.add_argument("--from", dest="source_layout", required=True, metavar="LAYOUT")
-    convert.add_argument("--to", dest="target_layout", required=True, metavar="LAYOUT", help="name or axes")
+    convert.add_argument("source", type=Path, metavar="IN.safetensors", help="file to read")
+    convert.add_argument("target", type=Path, metavar="OUT.safetensors", help="file to write")
+    convert.add_argument(
+        "--from", dest="source_layout", required=True, metavar="LAYOUT", help="of IN, name or axes"
+    )
+    convert.add_argument(
+        "--to", dest="target_layout", required=True, metavar="LAYOUT", help="of OUT, name or axes"
+    )
     convert.add_argument("--page-size", type=int, metavar="N", help="slots in a page (default: the source's)")
     convert.add_argument("--shards", type=int, default=1, metavar="N", help="parts of the heads, 1 to 8")
     convert.add_argument("--heads", type=int, metavar="N", help="of all shards, where IN merges H with D")

@@ -8,8 +8,8 @@ from kvloom.paging.interrupts import interruptible, uninterrupted, whole
 from kvloom.paging.page_states import PageRef
 from kvloom.paging.pool import PagePool
 from kvloom.paging.prefix import PrefixTree, TreePath
+from kvloom.paging.recorded_states import Event, PageStates
 from kvloom.paging.salts import expect_salt
-from kvloom.paging.states import Event, PageStates
 from kvloom.paging.table import Copy, Growth, PageTable, release_all
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 from kvloom.paging.causes import Causes, Miss, TracedPage
-from kvloom.paging.states import Event, PageStates
+from kvloom.paging.recorded_states import Event, PageStates
 
 FORMAT: Final = "kvloom-events/1"
 """Format name in the first line of a file."""

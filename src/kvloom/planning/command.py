@@ -2,24 +2,18 @@
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvloom import terminal
+from kvloom.core.arguments import parse_bytes
 from kvloom.core.spelling import PACKS, STORAGE, expect_kv
-from kvloom.errors import ArgumentError
 from kvloom.graphics.plot_file import add_plot_option, write_plot
 
 if TYPE_CHECKING:
     from kvloom.planning.plan import Plan
 
-_UNITS: Final = {"": 1} | {
-    f"{letter}{i}B": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for i, base in (("", 1000), ("i", 1024))
-}
 _WIDTH: Final = 120
 _PARTS: Final = ("weights", "packed", "cache", "scales", "states", "tables", "waste", "total")
 
@@ -62,18 +56,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     add_plot_option(parser, "bytes by length of the texts")
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """Parse a size: ``"24GB"`` (10^9), ``"1.5GiB"`` (2^30) or a plain number of bytes.
-
-    Raises:
-        ArgumentError: ``text`` is no size; the error calls it ``name``.
-    """
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]i?B)?", text)
-    if found is None:
-        raise ArgumentError(f"{name} must be a number of bytes such as 24GB or 24GiB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 def print_plans(args: argparse.Namespace) -> None:

@@ -42,16 +42,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default=url, metavar="URL", help="with the path of the API, /v1 if there is none"
     )
-    parser.add_argument("--api-key", metavar="KEY", help=f"the first of {KEYS_VARIABLE} if not said")
-    parser.add_argument("--model", metavar="NAME", help="the server's first if not said")
-    parser.add_argument("--requests", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"key of the server (default: the first of {KEYS_VARIABLE})"
+    )
+    parser.add_argument("--model", metavar="NAME", help="model to ask (default: the server's first)")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="number of requests")
     parser.add_argument("--clients", type=int, default=8, metavar="N", help="requests at a time")
     parser.add_argument("--system", type=int, default=256, metavar="N", help="words with which all begin")
     parser.add_argument(
         "--words", type=int, default=32, metavar="N", help="of each request after them, the first half twice"
     )
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the texts; a new one if not said")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of each answer")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the texts (default: a new one)")
     parser.add_argument("--json", action="store_true", help="print JSON, not a sentence")
 
 

@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FOLDER",
         help="one of several models, each with pages of its own; a request names it; may be repeated",
     )
-    parser.add_argument("--name", metavar="NAME", help="of the model, to clients; the folder's if not said")
+    parser.add_argument("--name", metavar="NAME", help="of the model, to clients (default: the folder's)")
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             type=type(usual),
             default=usual,
             metavar="N" if isinstance(usual, int) else "S",
-            help=f"{help} (%(default)s)",
+            help=help,
         )
 
 
@@ -72,19 +72,17 @@ def _add_pages(group: argparse._ArgumentGroup) -> None:
         metavar="KIND[:gGROUP]",
         help=f"how pages are kept: {', '.join(STORAGE)}, codes also as int8:g32",
     )
-    group.add_argument("--values", metavar="KIND", help="how values alone are kept; as --kv if not said")
+    group.add_argument("--values", metavar="KIND", help="how values alone are kept (default: as --kv)")
     group.add_argument(
-        "--pages", type=int, metavar="N", help="of each model, at most; as memory is free if not said"
+        "--pages", type=int, metavar="N", help="of each model, at most (default: as memory is free)"
     )
-    group.add_argument(
-        "--page-size", type=int, default=16, metavar="N", help="tokens in a page (%(default)s)"
-    )
+    group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
     group.add_argument(
         "--picture-tokens",
         type=int,
         default=PICTURE_TOKENS,
         metavar="N",
-        help="of chats with pictures that are kept at a time, beside the pages (%(default)s)",
+        help="of chats with pictures that are kept at a time, beside the pages",
     )
     group.add_argument(
         "--policy",
@@ -117,7 +115,7 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,
-        help="the same bits for a request alone and among others; on if not said",
+        help="the same bits for a request alone and among others (default: on)",
     )
     group.add_argument(
         "--drafts",
@@ -132,7 +130,7 @@ def _add_layers(group: argparse._ArgumentGroup) -> None:
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default=Settings.host, help="beyond loopback there must be an API key")
-    group.add_argument("--port", type=int, default=Settings.port, metavar="N", help="(%(default)s)")
+    group.add_argument("--port", type=int, default=Settings.port, metavar="N", help="port to listen at")
     group.add_argument(
         "--api-key",
         action="append",

@@ -3,8 +3,9 @@
 Names load on first use. Only ``transfer`` and ``below``, which move pages, need torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvloom.lazy_names import getattr_of
 
 if TYPE_CHECKING:
     from kvloom.store.below import put_below
@@ -41,8 +42,4 @@ __all__ = [
     "smoothing_digest",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvloom.store' has no attribute {name!r}")
-    return getattr(import_module(f"kvloom.store.{_HOME[name]}"), name)
+__getattr__ = getattr_of(__name__, _HOME)

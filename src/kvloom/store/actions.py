@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvloom import terminal
-from kvloom.core.arguments import expect_options
+from kvloom.core.arguments import expect_options, parse_bytes
 from kvloom.errors import ArgumentError
 from kvloom.store import survey
 from kvloom.store.backends import Backend, Stored, connect, expect_own, store_url
@@ -85,13 +85,14 @@ def verify(args: argparse.Namespace) -> None:
 
 def gc(args: argparse.Namespace) -> None:
     """Remove objects until limits hold."""
-    expect_options(args, 0, "max_bytes", "max_age")
+    expect_options(args, 0, "max_age")
+    limit = None if args.max_bytes is None else parse_bytes("--max-bytes", args.max_bytes)
     expect_own(store_url(args.store))
     backend, objects = _opened(args)
     sums, lasting = read_sums(args.key_file), set[Stored]()
     seconds = None if args.max_age is None else 86400 * args.max_age
     gone: list[Stored] = []
-    while victims := too_many(objects, time.time(), args.max_bytes, seconds):
+    while victims := too_many(objects, time.time(), limit, seconds):
         marks = []
         for x in terminal.tracked(victims, "runs"):
             is_gone, mark = evict(backend, x, time.time(), sums)

@@ -38,7 +38,7 @@ def add_parser(
             action.add_argument("name", metavar="NAME", help="of the run, as ls prints it, or its beginning")
         elif name == "gc":
             action.add_argument(
-                "--max-bytes", type=int, metavar="N", help="bytes to keep, most recently used"
+                "--max-bytes", metavar="BYTES", help="to keep, most recently used, such as 20GB or 20GiB"
             )
             action.add_argument("--max-age", type=float, metavar="DAYS", help="days that a run may be unused")
         elif name == "why":
@@ -60,7 +60,7 @@ def _add_question(action: Any) -> None:
     action.add_argument("prompt_file", metavar="PROMPT-FILE", help="file with the text")
     action.add_argument("--model", metavar="PATH", help="local Hugging Face causal model folder")
     action.add_argument("--kv", default="auto", metavar="KIND[:gGROUP]", help="how the cache is kept")
-    action.add_argument("--page-size", type=int, default=16, metavar="N")
+    action.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
     action.add_argument("--salt", default="", help="whose prefixes")
 
 

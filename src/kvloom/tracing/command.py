@@ -36,7 +36,7 @@ def add_parsers(commands: Any, record: Callable[[argparse.Namespace], None]) -> 
     recording.add_argument("--kv", default="auto", metavar="KIND[:gGROUP]", help="how the cache is kept")
     recording.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
     recording.add_argument("--pages", type=int, default=256, metavar="N", help="of the pool")
-    recording.add_argument("--max-new-tokens", type=int, default=32, metavar="N")
+    recording.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="tokens to write")
     recording.add_argument("--no-text", action="store_true", help="write neither token ids nor text")
     recording.set_defaults(run=record)
 

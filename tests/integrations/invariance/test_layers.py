@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import warnings
 import weakref
@@ -14,6 +15,7 @@ import peft
 import pytest
 import torch
 from integrations.invariance.test_families import logits, model_of, texts
+from integrations.models.test_families import family
 from oracles.threads import num_threads
 from torch import Tensor, nn
 
@@ -356,3 +358,13 @@ def test_a_report_while_a_thread_changes_layers_is_that_of_before(monkeypatch: p
     packed = next(x for x in model.modules() if isinstance(x, PackedRows))
     del packed.packed  # the moment before it has its class again
     assert report_layers(model).packed == report.packed - 1
+
+
+def test_a_changed_model_is_saved_by_its_own_name(tmp_path: Path) -> None:
+    """The class of a model whose forward calls products itself is another one, with the same name."""
+    model = family("Gemma3n")
+    kind = type(model)
+    enable(model, batch_invariant=True)
+    assert type(model) is not kind and type(model).__name__ == kind.__name__
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [kind.__name__]

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.carry.bytes import typed
+from kvloom.carry.files.bytes import typed
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 

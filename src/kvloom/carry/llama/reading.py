@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.carry.bytes import Source, typed
 from kvloom.carry.carried import (
     ALL,
     CarriedCache,
@@ -18,6 +17,7 @@ from kvloom.carry.carried import (
     own_tokens,
     part_of,
 )
+from kvloom.carry.files.bytes import Source, typed
 from kvloom.carry.geometry import CacheGeometry, LayerGeometry
 from kvloom.carry.llama.codes import can_be_int8, int8_of
 from kvloom.carry.llama.conventions import (

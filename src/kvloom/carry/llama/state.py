@@ -9,12 +9,13 @@ Shapes: C cells, which are tokens; n elements of a row, H times D of a token.
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvloom.carry.bytes import Cursor, Source, bytes_of, write_tensor
+from kvloom.carry.files.bytes import Cursor, Source, bytes_of
+from kvloom.carry.files.writing import Target, write_tensor
 from kvloom.carry.llama.ggml import GgmlType, type_of
 from kvloom.errors import ArgumentError
 
@@ -219,7 +220,7 @@ class CacheToWrite(NamedTuple):
     values: Sequence[RowsToWrite]
 
 
-def write_head(file: BinaryIO, form: str, tokens: Sequence[int], architecture: str) -> None:
+def write_head(file: Target, form: str, tokens: Sequence[int], architecture: str) -> None:
     """Write what is before the first cache of a state or file."""
     if form == "state":
         file.write(struct.pack("<Ii", STATE_MAGIC, 0))
@@ -232,7 +233,7 @@ def write_head(file: BinaryIO, form: str, tokens: Sequence[int], architecture: s
         file.write(struct.pack("<I", len(name)) + name)
 
 
-def write_cache(file: BinaryIO, cache: CacheToWrite) -> None:
+def write_cache(file: Target, cache: CacheToWrite) -> None:
     """Write one cache, layer by layer."""
     cells = len(cache.positions)
     file.write(struct.pack("<II", 1, cells))
@@ -247,13 +248,13 @@ def write_cache(file: BinaryIO, cache: CacheToWrite) -> None:
         (_write_columns if cache.v_trans else _write_rows)(file, rows, cells)
 
 
-def _write_rows(file: BinaryIO, rows: RowsToWrite, cells: int) -> None:
+def _write_rows(file: Target, rows: RowsToWrite, cells: int) -> None:
     file.write(struct.pack("<iQ", rows.type.number, rows.type.row_bytes(rows.elements)))
     for _, part in rows.parts():
         write_tensor(file, part)
 
 
-def _write_columns(file: BinaryIO, rows: RowsToWrite, cells: int) -> None:
+def _write_columns(file: Target, rows: RowsToWrite, cells: int) -> None:
     """Write transposed values: a row is one element of all tokens."""
     file.write(struct.pack("<iII", rows.type.number, rows.type.nbytes, rows.elements))
     integers = torch.int32 if rows.type.nbytes == 4 else torch.int16

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
-from typing import BinaryIO, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kvloom.carry.bytes import written_whole
 from kvloom.carry.carried import (
     CarriedCache,
     CarriedLayer,
@@ -21,6 +20,7 @@ from kvloom.carry.carried import (
     expect_finite,
     floats_of,
 )
+from kvloom.carry.files.writing import Target, written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, LayerGeometry, expect_layers
 from kvloom.carry.llama.codes import q8_0_of
@@ -148,7 +148,7 @@ class _Plan:
             parts.append(CacheToWrite(positions, not flash_attention, keys, values))
         return cls(form, cache, found.name, parts)
 
-    def write(self, file: BinaryIO) -> None:
+    def write(self, file: Target) -> None:
         write_head(file, self.form, self.cache.tokens or (), self.architecture)
         for part in self.parts:
             write_cache(file, part)

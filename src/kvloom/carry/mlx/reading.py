@@ -23,7 +23,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.carry.bytes import Source, bytes_of
 from kvloom.carry.carried import (
     ALL,
     AffineCodes,
@@ -35,10 +34,11 @@ from kvloom.carry.carried import (
     own_tokens,
     part_of,
 )
+from kvloom.carry.files.bytes import Source, bytes_of
+from kvloom.carry.files.tensor_file import DTYPES, StoredTensor, read_tensors
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.carry.mlx.affine import BITS
 from kvloom.carry.rope_pairs import expect_pairs_named, to_halves
-from kvloom.carry.tensor_file import DTYPES, StoredTensor, read_tensors
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 

@@ -9,7 +9,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.carry.bytes import written_whole
 from kvloom.carry.carried import (
     AffineCodes,
     CarriedCache,
@@ -19,11 +18,12 @@ from kvloom.carry.carried import (
     expect_finite,
     floats_of,
 )
+from kvloom.carry.files.tensor_file import DTYPES, TensorToWrite, write_tensors
+from kvloom.carry.files.writing import written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.mlx.affine import BITS, GROUPS, quantize
 from kvloom.carry.mlx.reading import CODES, FLOATS, RING, TOKENS
 from kvloom.carry.rope_pairs import expect_pairs_named, to_adjacent
-from kvloom.carry.tensor_file import DTYPES, TensorToWrite, write_tensors
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 

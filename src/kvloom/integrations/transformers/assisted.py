@@ -13,6 +13,7 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.trial import why_wrong_in_pieces
 from kvloom.integrations.transformers.pool.origin import PoolCache
+from kvloom.integrations.transformers.stand_in import StandIn
 
 VALIDATE: Final = "_validate_generation_mode"
 """The method of ``generate`` that refuses."""
@@ -31,16 +32,10 @@ class ValidateMode:
         return getattr(type(self._model), VALIDATE)(model, generation_mode, *args, **kwargs)
 
 
-class _WithoutStates:
-    """Proxy of a model whose ``_is_stateful`` is false."""
+class _WithoutStates(StandIn):
+    """A model whose ``_is_stateful`` is false."""
 
     _is_stateful = False
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 def prepare_drafts(model: PreTrainedModel, cache: Any, generation_config: Any, args: tuple[Any, ...]) -> None:

@@ -109,11 +109,9 @@ def _to_store(
     with KVStore(store_url(store), read="always", max_queued=2 * room, key=key) as opened:
         pool = KVPool.for_model(model, kv, page_size, max_tokens=count + page_size, store=opened)
         ids = torch.tensor([tokens[:count]], device=model.device)
-        cache = pool.begin(ids[:, :1], salt)
+        cache = pool.begin_given(ids, salt)  # the file says that the model computed them
         for i, (keys, values) in enumerate(pairs):
             cache.update(keys.to(model.device), values.to(model.device), i)
-        if cache.origin is not None:
-            cache.origin.num_seen = count  # the file says that the model computed them
         pool.commit(cache, ids, salt)
         pool.flush()
         pieces = opened.load(fingerprint, salt, tokens[:count])

@@ -38,7 +38,8 @@ def print_demo(args: argparse.Namespace, load: Callable[[None], tuple[Any, Any]]
         continuation.write(model, tokenizer, prompt, "int8", args.max_new_tokens, 12, folder, args.view)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     count = room_behind("prompt", model, inputs.shape[1], args.max_new_tokens)
-    rows = compare(model, inputs, _KINDS, max_new_tokens=count, num_runs=args.runs, in_place=True)
+    with terminal.waiting("comparing kinds of caches"):
+        rows = compare(model, inputs, _KINDS, max_new_tokens=count, num_runs=args.runs, in_place=True)
     headings = "cache", "bytes/token", "tokens/s", "same tokens", "agree", "KL"
     title = f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy"
     table = terminal.table(*headings, title=title)

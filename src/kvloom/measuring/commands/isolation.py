@@ -34,7 +34,8 @@ def print_isolation(args: argparse.Namespace) -> int:
     model, _ = args.load(args.model)
     from kvloom.integrations.transformers.isolation import check_isolation
 
-    checks = check_isolation(model, args.kv)
+    with terminal.waiting("asking for texts again, after changes of the model"):
+        checks = check_isolation(model, args.kv)
     wrong = [x for x in checks if x.problem]
     if args.json:
         told = {"checks": [x._asdict() for x in checks], "is_isolated": not wrong}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvloom import terminal
 from kvloom.core.arguments import expect_options, read_text
 from kvloom.core.spelling import parse_kind
 from kvloom.errors import ArgumentError
@@ -29,7 +30,7 @@ def record_events(args: argparse.Namespace, load: Callable[[Path | None], tuple[
     size = args.page_size
     pool = KVPool.for_model(model, kv=args.kv, page_size=size, max_tokens=args.pages * size)
     events = pool.record()
-    for path, prompt in zip(args.prompt_file, prompts, strict=True):
+    for path, prompt in terminal.tracked([*zip(args.prompt_file, prompts, strict=True)], "texts continued"):
         tokens = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
         count = room_behind("--prompt-file", model, tokens.shape[1], args.max_new_tokens)
         cache = pool.begin(tokens)

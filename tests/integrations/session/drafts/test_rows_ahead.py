@@ -13,6 +13,7 @@ import torch
 from integrations.models.test_families import family
 from oracles.language_models import make_model, make_prompts
 from oracles.pairs import pairwise
+from oracles.stateful_models import small_model
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -20,8 +21,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     StoppingCriteria,
 )
 
@@ -247,27 +246,6 @@ def test_a_copy_looks_up_and_a_disabled_model_does_not() -> None:
         generated(model, inputs, **LOOKUP)
 
 
-def hybrid() -> Any:
-    """A model with recurrent states."""
-    config = Qwen3NextConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=0,
-        mlp_only_layers=[0, 1],
-    )
-    return Qwen3NextForCausalLM(config).eval()
-
-
 def stretched() -> Any:
     """A model with other frequencies for texts of more than 16 tokens."""
     config = LlamaConfig(
@@ -286,7 +264,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "hidden states": (full, {"output_hidden_states": True}, "output_hidden_states"),
     "attentions": (full, {"output_attentions": True}, "output_attentions"),
     "other processes": (full, {"synced_gpus": True}, "synced_gpus"),
-    "recurrent states": (hybrid, {}, "Qwen3Next.*recurrent states"),
+    "recurrent states": (lambda: small_model("qwen3_next"), {}, "Qwen3Next.*recurrent states"),
     "both in a layer": (lambda: family("Falcon-H1"), {}, "FalconH1.*recurrent states"),
     "other frequencies": (stretched, {}, "RoPE.*max_length 49"),
 }

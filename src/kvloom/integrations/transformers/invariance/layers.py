@@ -133,8 +133,9 @@ def _make_class(kind: type[nn.Module]) -> type[nn.Module] | None:
         mixin = InvariantActivation
     elif is_convolution and INLINE.isdisjoint(names):
         mixin = InvariantConvolution
+    # It has the name of its kind, which errors say, and which transformers saves as the model's architecture.
     members = {"original": kind, "__reduce_ex__": _reduce, "__module__": kind.__module__}
-    return type(f"Invariant{kind.__name__}", (mixin, kind), members)
+    return type(kind.__name__, (mixin, kind), members)
 
 
 def _names(kind: type) -> set[str]:

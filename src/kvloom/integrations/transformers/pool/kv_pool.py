@@ -28,10 +28,10 @@ from kvloom.integrations.transformers.pool.encoders import (
     encoder_for,
 )
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
-from kvloom.integrations.transformers.pool.memory import PoolMemory
 from kvloom.integrations.transformers.pool.model import PoolModel
 from kvloom.integrations.transformers.pool.origin import PoolCache
 from kvloom.integrations.transformers.pool.prefixes import PoolPrefixes, rows_of
+from kvloom.integrations.transformers.pool.remembered import PoolMemory
 from kvloom.integrations.transformers.pool.states import PADDED, PoolStates, states_for
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.paging import Miss
@@ -129,6 +129,16 @@ class KVPool(Recorder):
         if isinstance(self._empty, EncoderDecoderPoolCache):
             self._encoders = PoolEncoders(self._empty.cross_attention_cache)
             self._encoders.load(encoders)
+
+    @property
+    def model(self) -> Any:
+        """The model; raises ``StateError`` if the pool was loaded and has none yet."""
+        return self._bound().watch.model
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._prefixes.page_size
 
     def bind(self, model: Any) -> "KVPool":
         """Attach the model to a pool that was loaded.
@@ -296,6 +306,29 @@ class KVPool(Recorder):
         self._num_found += sum(found)
         if self._encoders is not None:
             self._encoders.begin(cast(EncoderDecoderPoolCache, cache), model)
+        return cache
+
+    def begin_given(self, input_ids: Tensor, salt: str = "") -> PoolCache:
+        """An empty cache for keys and values of a text that were computed elsewhere, for ``cache.update``.
+
+        ``commit`` shares them as if the model had computed them now: the caller answers for that.
+
+        Args:
+            input_ids: ``[1, T]``, the tokens that will be given.
+            salt: As in ``begin``.
+
+        Raises:
+            ArgumentError: as ``begin``.
+            StateError: the pool was loaded and has no model yet.
+        """
+        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=1)
+        model = self._bound()
+        rows, begins = model.rows(input_ids, None)
+        cache = self._empty.fork()
+        cache.remembered.memory = model.memory
+        cache.origin = origin = model.origin(rows, salt, None)
+        self._prefixes.begin_with_none(cache, begins, model.states)
+        origin.fed, origin.num_seen = FedTokens(input_ids, 0), input_ids.shape[1]
         return cache
 
     def commit(self, cache: KVCache, input_ids: Tensor | None = None, salt: str | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from kvloom.integrations.transformers.stand_in import StandIn
+
 
 class NoSectors:
     """Replacement of transformers' pool of sectors; pages here are not grouped into sectors."""
@@ -10,21 +12,17 @@ class NoSectors:
         """Do nothing."""
 
 
-class Attending:
+class Attending(StandIn):
     """Replacement of a model or its configuration, in which all layers attend to all tokens.
 
     It is used while a manager is made. transformers reads the kinds of layers to choose an attention of its
     own, which is not used here, and refuses kinds that it does not know.
-
-    Attributes:
-        attending: The model or the configuration.
     """
 
-    def __init__(self, attending: Any) -> None:
-        self.attending = attending
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.attending, name)
+    @property
+    def attending(self) -> Any:
+        """The model or the configuration."""
+        return self._model
 
     @property
     def config(self) -> "Attending":

@@ -7,11 +7,11 @@ vocabulary.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 
+from kvloom.integrations.transformers.session.more_logits import MoreLogits
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 
 
@@ -31,19 +31,16 @@ class _Rows(NamedTuple):
     following: list[int]
 
 
-class ScoringModel:
-    """Wrapper of the model in the steps of a session, which passes requests the logits of their prompts.
+class ScoringModel(MoreLogits):
+    """The model in the steps of a session, which passes requests the logits of their prompts.
 
     Args:
         model: The model.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        super().__init__(model)
         self._rows: list[_Rows] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
     def note(self, requests: Sequence[Any]) -> None:
         """Remember the prompts of the next step.
@@ -64,18 +61,13 @@ class ScoringModel:
     def __call__(self, **inputs: Any) -> Any:
         """The model's output, with logits ``[1, L, V]``, or ``[1, T, V]`` if the model always returns all."""
         rows, self._rows = self._rows, []
-        kept, first = inputs.get("logits_to_keep"), 0
-        if rows and kept is not None:
-            first = len(kept)
-            own = [torch.arange(x.start, x.start + len(x.following), device=kept.device) for x in rows]
-            inputs["logits_to_keep"] = torch.cat([kept, *own])
-        output = self._model(**inputs)
-        for x in rows:
-            start, count = (x.start if kept is None else first), len(x.following)
-            x.choice.score(output.logits[0, start : start + count], x.following, x.position)
-            first += count
-        if rows and kept is not None:
-            output.logits = output.logits[:, : len(kept)]
+        if not rows:
+            return self._model(**inputs)
+        counts = [len(x.following) for x in rows]
+        own = [x.start + i for x, count in zip(rows, counts, strict=True) for i in range(count)]
+        output, logits = self.forward_with(own, inputs)
+        for x, scored in zip(rows, logits.split(counts), strict=True):
+            x.choice.score(scored, x.following, x.position)
         return output
 
 

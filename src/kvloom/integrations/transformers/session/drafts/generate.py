@@ -21,6 +21,7 @@ from kvloom.integrations.transformers.models.cache_argument import given_cache
 from kvloom.integrations.transformers.models.layer_specs import DummyLayer
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.session.drafts.rows_ahead import RowsAhead
+from kvloom.integrations.transformers.stand_in import StandIn
 from kvloom.integrations.transformers.states.specs import stateful_layers
 from kvloom.integrations.transformers.versions import IS_4
 
@@ -52,14 +53,8 @@ class Generate:
         return type(model).generate(_WithLookup(model) if looks_up else model, *args, **kwargs)
 
 
-class _WithLookup:
-    """Proxy of a model, in which ``generate`` finds prompt lookup for several rows."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+class _WithLookup(StandIn):
+    """A model in which ``generate`` finds prompt lookup for several rows."""
 
     def _assisted_decoding(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Decode as transformers does, which takes one row; several with prompt lookup, in a ``KVCache``."""
@@ -79,8 +74,8 @@ def _of_transformers(name: str) -> Callable[..., Any]:
     method = getattr(GenerationMixin, name)
 
     @wraps(method)
-    def decode(proxy: _WithLookup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(type(proxy._model), name)(proxy._model, *args, **kwargs)
+    def decode(self: _WithLookup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self._model), name)(self._model, *args, **kwargs)
 
     return decode
 

@@ -24,6 +24,7 @@ from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.session.drafts.costs import Costs
 from kvloom.integrations.transformers.session.drafts.guesses import MOST, Guesses
+from kvloom.integrations.transformers.stand_in import StandIn
 
 LEAD: Final = 64
 """Number of tokens ahead with which a row waits for the others; their logits are kept."""
@@ -66,7 +67,7 @@ class RowAhead:
         return len(self.ahead) + 1 if self.logits else 0
 
 
-class RowsAhead:
+class RowsAhead(StandIn):
     """The model as ``generate``'s loop calls it after the prompt.
 
     Args:
@@ -91,7 +92,8 @@ class RowsAhead:
         ends: frozenset[int],
         padding: int,
     ) -> None:
-        self._model, self._cache, self._costs = model, cache, Costs()
+        super().__init__(model)
+        self._cache, self._costs = cache, Costs()
         self._num_fed = max_length - input_ids.shape[1] - 1  # the last token is not fed
         self._ends, self._padding = ends, padding
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -104,9 +106,6 @@ class RowsAhead:
         self._is_in_step = False  # whether no row runs ahead, since the cache had no room for it
         if any(not x.is_required for x in cache.sequences):
             self._lead, self._most = RESIDUAL_ROLLBACK // 2, min(most, RESIDUAL_ROLLBACK // 2 - 1)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
     def __call__(self, input_ids: Tensor, **inputs: Any) -> CausalLMOutputWithPast:
         """Logits ``[B, 1, V]`` after one token ``[B, 1]`` of each row, which were computed before or are now.

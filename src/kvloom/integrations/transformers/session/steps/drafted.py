@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestStatus
 
+from kvloom.integrations.transformers.session.more_logits import MoreLogits
 from kvloom.integrations.transformers.session.requests.prompt import CHOICE
 from kvloom.paging import Events
 
@@ -164,8 +165,8 @@ class VerifyingProcessor(ContinuousBatchProcessor):  # type: ignore[misc]
         )
 
 
-class _KeepingModel:
-    """Wrapper of the model in one step, which keeps the logits after drafted tokens for later.
+class _KeepingModel(MoreLogits):
+    """The model in one step, which keeps the logits after drafted tokens for later.
 
     Args:
         model: The model.
@@ -178,19 +179,10 @@ class _KeepingModel:
     logits: Tensor
 
     def __init__(self, model: Any, behind: Sequence[int]) -> None:
-        self._model, self._behind = model, behind
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._behind = behind
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output, with the logits that transformers asked for."""
-        kept, behind = inputs.get("logits_to_keep"), self._behind
-        if kept is not None:
-            inputs["logits_to_keep"] = torch.cat([kept, kept.new_tensor(behind)])
-        output = self._model(**inputs)
-        if kept is None:
-            self.logits = output.logits[0, behind]
-        else:
-            self.logits, output.logits = output.logits[0, len(kept) :], output.logits[:, : len(kept)]
+        output, self.logits = self.forward_with(self._behind, inputs)
         return output

@@ -1,11 +1,9 @@
-"""Files as bytes: one that is mapped, a cursor that stays within it, and one that is written whole."""
+"""Files as bytes that are mapped, and a cursor that stays within them."""
 
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +12,6 @@ from kvloom.errors import ArgumentError
 
 Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | Tensor
 """A file by its path, or its bytes; ``bytearray`` and uint8 tensors are not copied."""
-
-_WRITTEN: Final = 1 << 20
-"""Bytes that are written at a time: the system takes longer for larger writes."""
 
 
 def bytes_of(name: str, source: Source) -> Tensor:
@@ -94,30 +89,3 @@ def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes ``[..., n]`` as numbers ``[..., n / itemsize]``; a copy where they are not aligned."""
     is_aligned = raw.data_ptr() % dtype.itemsize == 0 and raw.storage_offset() % dtype.itemsize == 0
     return (raw if is_aligned and raw.is_contiguous() else raw.clone()).view(dtype)
-
-
-def write_tensor(file: BinaryIO, x: Tensor) -> None:
-    """Write the bytes of a tensor, in the order of its axes."""
-    if x.numel():
-        data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        for first in range(0, len(data), _WRITTEN):
-            file.write(data[first : first + _WRITTEN])
-
-
-@contextmanager
-def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that has its name only when it is complete and on the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    target = Path(path)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.writing")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)

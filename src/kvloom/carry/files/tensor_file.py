@@ -4,12 +4,13 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvloom.carry.bytes import Cursor, typed, write_tensor
+from kvloom.carry.files.bytes import Cursor, typed
+from kvloom.carry.files.writing import FileBehind, bytes_in
 from kvloom.errors import ArgumentError
 
 DTYPES: Final = {
@@ -118,8 +119,10 @@ class TensorToWrite(NamedTuple):
         return cls(dtype, shape, lambda: [(0, make())])
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, TensorToWrite], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file; no more than one tensor is in memory at a time."""
+def write_tensors(
+    file: FileBehind, tensors: Mapping[str, TensorToWrite], metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file; each part goes to its rows at once, so that few are in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, x in tensors.items():
@@ -129,15 +132,10 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, TensorToWrite], metadata
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     file.write(struct.pack("<Q", len(text)) + text)
-    room = torch.empty(0)
-    for x in tensors.values():
+    begin = file.end
+    for name, x in tensors.items():
+        at = begin + header[name]["data_offsets"][0]
         for first, part in x.parts():
-            if part.shape == x.shape:
-                write_tensor(file, part)
-                continue
-            if room.shape != x.shape or room.dtype != part.dtype:
-                room = part.new_empty(x.shape)
-            last = first + part.shape[-2]
-            room[..., first:last, :] = part
-            if last == x.shape[-2]:
-                write_tensor(file, room)
+            row = prod(x.shape[-1:]) * part.itemsize
+            width, stride = (row * (shape[-2] if len(shape) > 1 else 1) for shape in (part.shape, x.shape))
+            file.write_rows(at + first * row, bytes_in(part), width, stride)

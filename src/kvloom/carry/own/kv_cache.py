@@ -5,8 +5,7 @@ Shapes: B rows, T tokens, N of them that a layer holds, H key/value heads, D ele
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,27 +17,17 @@ from kvloom.carry.carried import (
     CarriedLayer,
     CarriedSide,
     Int8Codes,
-    Vectors,
-    expect_exact,
-    expect_finite,
-    floats_of,
 )
 from kvloom.carry.geometry import expect_layers
-from kvloom.carry.model_geometry import geometry_of
+from kvloom.carry.own.filling import ROWS, SIDES, columns, expect_holds, fill, formats_of
+from kvloom.carry.own.model_geometry import geometry_of
 from kvloom.core.entries import SideFormat
-from kvloom.core.layouts import CacheLayout
-from kvloom.core.specs import dtype_name
 from kvloom.core.spelling import parse_kind
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer
 from kvloom.quant.rotation import block_of
-
-_SIDES: Final = ("keys", "values")
-_ROWS: Final = CacheLayout("T H D")
-_PIECE: Final = 512
-"""Tokens before a window that are given to it at once, as zeros that it forgets."""
 
 
 def from_cache(cache: KVCache, model: Any, tokens: Sequence[int] | None = None) -> CarriedCache:
@@ -88,7 +77,7 @@ def _held(number: int, layer: KVCacheLayer, window: int | None, has_latents: boo
     count = int(layer.get_seq_length())
     count = count if window is None else min(count, window - 1)
     sides = []
-    for side, (name, format) in enumerate(zip(_SIDES, entry.sides, strict=True)):
+    for side, (name, format) in enumerate(zip(SIDES, entry.sides, strict=True)):
         are_codes = format.bits == 8 and exact and not (smoothed and name == "keys")
         kind = format.kind if are_codes or not format.bits else "float32"
         load = partial(_codes_of if are_codes else _floats_of, layer, side, count, format)
@@ -96,16 +85,10 @@ def _held(number: int, layer: KVCacheLayer, window: int | None, has_latents: boo
     return CarriedLayer(sides[0], sides[1], window, has_latents)
 
 
-def _columns(layer: KVCacheLayer, count: int) -> slice:
-    """Columns of the last ``count`` tokens among those that a layer has stored."""
-    first, length = int(layer.pages.stored().index.positions()[0, 0]), int(layer.get_seq_length())
-    return slice(length - count - first, length - first)
-
-
 def _floats_of(layer: KVCacheLayer, side: int, count: int, format: SideFormat, tokens: slice = ALL) -> Tensor:
     """Floats ``[N, H, D]``, in the dtype in which they are stored; of codes float32."""
     dtype = torch.float32 if format.bits else getattr(torch, format.dtype)
-    found: Tensor = layer.pages.stored().gather(dtype)[side][0, :, _columns(layer, count)].transpose(0, 1)
+    found: Tensor = layer.pages.stored().gather(dtype)[side][0, :, columns(layer, count)].transpose(0, 1)
     return found[tokens].cpu()
 
 
@@ -114,12 +97,12 @@ def _codes_of(
 ) -> Int8Codes:
     """Codes and scales of the tokens."""
     stored = layer.pages.stored()
-    slots = stored.index.slots[0, _columns(layer, count)][tokens]
+    slots = stored.index.slots[0, columns(layer, count)][tokens]
     target = _empty_view(stored.view, len(slots))
     ops.copy(stored.view, slots, target, torch.arange(len(slots), device=target.device))
     found = (target.key, target.value)[side]
     if found is None or found.scale is None:
-        raise ArgumentError(f"cache must have codes in both sides, got none in {_SIDES[side]}")
+        raise ArgumentError(f"cache must have codes in both sides, got none in {SIDES[side]}")
     codes, scales = (x.flatten(-2).flatten(0, 2) for x in (found.cache, found.scale))
     return Int8Codes(codes.cpu(), scales.half().cpu(), block_of(format.head_dim) if format.rotated else 0)
 
@@ -134,7 +117,7 @@ def _empty_view(like: KVView, count: int) -> KVView:
             else torch.empty(count, x.shape[3], x.shape[4] * x.shape[5], dtype=x.dtype, device=x.device)
         )
         tensors.append(made)
-    return KVView.split(_ROWS, *tensors)  # type: ignore[arg-type]
+    return KVView.split(ROWS, *tensors)  # type: ignore[arg-type]
 
 
 def to_cache(
@@ -164,93 +147,12 @@ def to_cache(
     expect_layers(cache, geometry_of(model))
     is_exact = True
     if kv is None:
-        kv, values = (_format_of(side, name) for name, side in cache.layers[0].sides)
+        kv, values = formats_of(cache)
     else:
         kinds = [(name, text) for name, text in (("kv", kv), ("values", values)) if text is not None]
         is_exact = not any(parse_kind(name, text).bits for name, text in kinds)
         for name, text in kinds if not rounding else ():
-            _expect_holds(cache, model, name, text)
+            expect_holds(cache, model, name, text)
     made = KVCache.for_model(model, kv, values=values, **options)
-    groups = sorted(range(len(cache.layers)), key=lambda i: cache.layers[i].window or 0)
-    for _, numbers in groupby(groups, key=lambda i: cache.layers[i].window):
-        _fill(made, cache, [*numbers], model, is_exact)
+    fill(made, cache, model, is_exact)
     return made
-
-
-def _format_of(side: CarriedSide, name: str) -> str:
-    """Format string that holds what a side has."""
-    if not side.has_codes:
-        return side.kind
-    vectors = side.load()
-    if not isinstance(vectors, Int8Codes):
-        return "float32"
-    rotate = name if vectors.rotated else "none"
-    return f"int8:g{vectors.group},rotate={rotate},smooth=none"
-
-
-def _expect_holds(cache: CarriedCache, model: Any, name: str, text: str) -> None:
-    kind = parse_kind(name, text)
-    if kind.bits:
-        raise ArgumentError(
-            f"{name} must hold {', '.join(cache.kinds)} without rounding, got {text}: rounding was not asked "
-            f"for"
-        )
-    expect_exact(cache, dtype_name(model.dtype) if kind.name == "auto" else kind.name, rounding=False)
-
-
-def _fill(made: KVCache, cache: CarriedCache, numbers: Sequence[int], model: Any, is_exact: bool) -> None:
-    """Give tokens to the layers of one window, as forwards would; those before a window are zeros.
-
-    ``is_exact``: whether the format holds what is carried, or floats of it, so that it can be put into the
-    cache as it is.
-    """
-    held = cache.layers[numbers[0]].keys.num_tokens
-    skipped = cache.num_tokens - held
-    for start in range(0, skipped, _PIECE):
-        for i in numbers:
-            _update(made, cache.layers[i], i, min(_PIECE, skipped - start), model)
-    for i in numbers:
-        loaded = []
-        for name, side in cache.layers[i].sides:
-            loaded.append(side.load())
-            expect_finite(name, i, loaded[-1])
-        if is_exact:
-            _update(made, cache.layers[i], i, held, model)
-            _put(i, made.layers[i], loaded)
-        else:
-            rows = [floats_of(x).to(model.device, model.dtype).transpose(0, 1)[None] for x in loaded]
-            made.update(rows[0], rows[1], i)
-
-
-def _update(made: KVCache, layer: CarriedLayer, number: int, count: int, model: Any) -> None:
-    """Give zeros to a layer."""
-    zero = torch.zeros((), dtype=model.dtype, device=model.device)
-    keys, values = (zero.expand(1, side.heads, count, side.head_dim) for _, side in layer.sides)
-    made.update(keys, values, number)
-
-
-def _put(number: int, layer: KVCacheLayer, loaded: Sequence[Vectors]) -> None:
-    """Write vectors over the newest tokens of a layer, as they are."""
-    stored = layer.pages.stored()
-    tensors = list[tuple[Tensor, Tensor | None]]()
-    for name, side, vectors in zip(_SIDES, (stored.view.key, stored.view.value), loaded, strict=True):
-        if side is None or (side.scale is not None and not isinstance(vectors, Int8Codes)):
-            raise ArgumentError(
-                f"cache must have codes in {name} of all layers or of none, got none in {number}"
-            )
-        if side.scale is None:
-            x = floats_of(vectors).to(side.cache.device, side.cache.dtype)
-            expect_finite(name, number, x)
-            tensors.append((x.contiguous(), None))
-        elif isinstance(vectors, Int8Codes):
-            scales = vectors.scales.to(side.scale.device, side.scale.dtype)
-            tensors.append((vectors.codes.to(side.cache.device), scales))
-    (keys, key_scales), (values, value_scales) = tensors
-    view = KVView.split(_ROWS, keys, values, key_scales, value_scales)
-    count = keys.shape[0]
-    ops.copy(
-        view,
-        torch.arange(count, device=view.device),
-        stored.view,
-        stored.index.slots[0, _columns(layer, count)],
-    )

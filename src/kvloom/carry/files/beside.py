@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvloom.carry.bytes import written_whole
+from kvloom.carry.files.writing import written_whole
 from kvloom.errors import ArgumentError
 
 _SUFFIX: Final = ".carried.json"

@@ -1,0 +1,1 @@
+"""Caches of this library as a ``CarriedCache``, and back."""
