@@ -122,7 +122,7 @@ def _describe(parser: argparse.ArgumentParser, said: str, parts: list[str]) -> N
         rows = "\n".join(f"| {_named(x)} | {_meaning(x)} |" for x in options)
         parts.append(f"| argument | what it says |\n|---|---|\n{rows}\n")
     if parser.epilog:
-        parts.append(f"{_plain(parser.epilog)}\n")
+        parts.append(f"For example:\n\n```console\n{parser.epilog.removeprefix('example: ')}\n```\n")
     for action in below:
         helps = {x.dest: x.help for x in action._choices_actions}
         for command, child in action.choices.items():

@@ -81,13 +81,15 @@ def test_a_pipe_has_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_report_is_a_table_of_names_and_numbers() -> None:
     numbers = {"kv": "int8", "nbytes": 2_500_000, "none": None, "layers": [0, 2], "store": {"runs<1>": 3}}
+    numbers["smoothing"] = {"gains only": [0, 3]}
     report = terminal.TableReport(numbers)
     assert report == numbers
     assert str(report).splitlines() == [
-        "kind            int8",
-        "bytes           2,500,000 (2.5 MB)",
-        "layers          0, 2",
-        "store: runs<1>  3",
+        "kind                      int8",
+        "bytes                     2,500,000 (2.5 MB)",
+        "layers                    0, 2",
+        "store: runs<1>            3",
+        "smoothing of layers 0, 3  gains only",
     ]
     assert "<td>store: runs&lt;1&gt;</td><td>3</td>" in report._repr_html_()
 

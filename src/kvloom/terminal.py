@@ -34,7 +34,8 @@ _WORDS: Final = {
 class TableReport(dict[str, Any]):
     """Numbers by name, printed as a table of two columns, in a terminal and in a notebook.
 
-    A dictionary within has the name of its own before its names. What is ``None`` or empty is left out.
+    A dictionary within has the name of its own before its names, and one of lists has its names as texts:
+    what holds of which layers. What is ``None`` or empty is left out.
     """
 
     def __str__(self) -> str:
@@ -61,7 +62,10 @@ def in_units(nbytes: float) -> str:
 def _rows(numbers: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, str]]:
     for name, value in numbers.items():
         words = before + _WORDS.get(name, str(name).replace("nbytes", "bytes").replace("_", " "))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value and all(isinstance(x, list) for x in value.values()):
+            for reason, places in value.items():
+                yield f"{words} of layers {_told(words, places)}", str(reason)
+        elif isinstance(value, Mapping):
             yield from _rows(value, f"{words}: ")
         elif value is not None and value != []:
             yield words, _told(words, value)

@@ -329,3 +329,14 @@ def test_attention_that_cannot_be_replaced_is_named(
         enable(model)
     assert "attention of LlamaForCausalLM stays 'sdpa'" in caplog.text
     assert isinstance(generate(model, prompts()).past_key_values, KVCache)
+
+
+def test_what_was_done_is_said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model("sdpa")
+    with caplog.at_level(logging.INFO, "kvloom"):
+        enable(model, kv="int8,smooth=none")
+    layers = model.config.num_hidden_layers
+    said = f"keeps kv='int8,smooth=none' in {layers} of {layers} layers, smoothed keys in 0; attention reads"
+    assert said in caplog.text and capsys.readouterr().err == ""
+    enable(model, verbose=True)
+    assert "LlamaForCausalLM keeps kv='auto'" in capsys.readouterr().err

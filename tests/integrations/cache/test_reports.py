@@ -28,7 +28,8 @@ def test_a_report_counts_what_a_dynamic_cache_would_hold(kv: str) -> None:
     assert (found["nbytes_dynamic"], found["nbytes_bfloat16"]) == (held, held // 2)
     assert found["nbytes_per_token"] == cache.nbytes_per_token
     assert str(found).splitlines()[0].split() == ["kind", found["kv"]]
-    assert f"{held:,}" in repr(cache) and f"kv={found['kv']!r}, 2 rows x 40 tokens" in repr(cache)
+    said = f"KVCache(kv={found['kv']!r}, 2 rows x 40 tokens, {cache.nbytes_per_token:,.0f} bytes a token of "
+    assert repr(cache) == f"{said}{held // 80:,})"
 
 
 def test_an_empty_cache_says_so() -> None:

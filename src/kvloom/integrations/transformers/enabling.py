@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from kvloom.integrations.transformers.attention.held import (
 )
 from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer
 from kvloom.integrations.transformers.fingerprint.per_state import forget_states
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.models.cache_argument import (
@@ -45,6 +47,7 @@ def enable(
     *,
     batch_invariant: bool | None = None,
     pack: bool | str = False,
+    verbose: bool = False,
     **options: Any,
 ) -> None:
     """Let a model use a ``KVCache``, and attention that reads it in place, wherever it is given no cache.
@@ -66,6 +69,8 @@ def enable(
             for prompts: ``ops.BatchInvariance``.
         pack: Whether linear layers also keep their weights in the order in which oneDNN reads them, which
             takes less time and the memory of a second copy; ``"only"`` keeps no other copy.
+        verbose: Whether to write what was done to standard error, too, in the line that the log ``kvloom``
+            has at INFO.
         options: The other arguments of ``KVCache.for_model``.
 
     Raises:
@@ -79,11 +84,26 @@ def enable(
         raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
     if argument_of(model) is None:
         raise UnsupportedError(f"{type(model).__name__} takes no cache")
-    KVCache.for_model(model, kv, **options)
+    cache = KVCache.for_model(model, kv, **options)
     wish = expect_wish(model, batch_invariant, pack)
     disable(model)
     hold_layers(model, _ENABLED, wish)
     setattr(model, _ENABLED, _Enabled(model, {"kv": kv, **options}))
+    done = _done(model, cache, str(kv))
+    _LOG.info(done)
+    if verbose:
+        sys.stderr.write(f"kvloom: {done}\n")
+
+
+def _done(model: PreTrainedModel, cache: KVCache, kv: str) -> str:
+    """A line that says what ``enable`` did."""
+    attention, smoothed = text_config_of(model)._attn_implementation, len(cache.report()["smoothed"])
+    kept = sum(isinstance(layer, KVCacheLayer) for layer in cache.layers)
+    where = "reads its pages in place" if attention == IMPLEMENTATION else f"stays {attention!r}"
+    return (
+        f"{type(model).__name__} keeps kv={kv!r} in {kept} of {len(cache.layers)} layers, smoothed keys in "
+        f"{smoothed}; attention {where}"
+    )
 
 
 def disable(model: Any) -> None:

@@ -57,7 +57,8 @@ class ReportedCache:
         if found["kv"] is None:
             return f"{name}(empty)"
         rows = f"{found['rows']} rows x " if found["rows"] != 1 else ""
-        nbytes = f"{found['nbytes']:,} bytes of {found['nbytes_dynamic']:,}"
+        floats = found["nbytes_dynamic"] / max(1, found["rows"] * found["tokens"])
+        nbytes = f"{found['nbytes_per_token']:,.0f} bytes a token of {floats:,.0f}"
         return f"{name}(kv={found['kv']!r}, {rows}{found['tokens']:,} tokens, {nbytes})"
 
 

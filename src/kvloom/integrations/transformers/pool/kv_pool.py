@@ -35,6 +35,7 @@ from kvloom.integrations.transformers.pool.remembered import PoolMemory
 from kvloom.integrations.transformers.pool.states import PADDED, PoolStates, states_for
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.paging import Miss
+from kvloom.terminal import TableReport
 from kvloom.tracing.recorder import Recorded, Recorder
 
 if TYPE_CHECKING:
@@ -427,22 +428,31 @@ class KVPool(Recorder):
         if self._encoders is not None:
             self._encoders.check()
 
-    def report(self) -> dict[str, Any]:
+    def __repr__(self) -> str:
+        found = self.report()
+        held = f"{found['active']:,} pages held of {found['num_pages']:,}"
+        tokens = f"{found['tokens_found']:,} tokens found of {found['tokens_asked']:,}"
+        return f"{type(self).__name__}(kv={found['kv']!r}, {held}, {tokens})"
+
+    def report(self) -> TableReport:
         """Numbers of pages by state, of tokens that ``begin`` looked up and found, and the store's report.
 
         ``kv`` is the format string of keys and values with the group of their scales, such as ``"int8:g32"``.
         Pages are those of the layers without a window, if there are any. ``windows`` has the pages of other
-        layers by their windows, ``states`` the pages of recurrent states, ``encoders`` those of encoders.
-        ``residual_bytes`` are the bytes of residual windows, in caches and in committed texts. ``layers`` is
-        a ``LayerReport`` as a dictionary, with numbers instead of names. ``smoothing`` names the layers whose
-        keys are smoothed, and why others are not.
+        layers by their windows; ``nbytes`` are allocated for all of them. ``states`` has the pages of
+        recurrent states, ``encoders`` those of encoders. ``residual_bytes`` are the bytes of residual
+        windows, in caches and in committed texts. ``layers`` is a ``LayerReport`` as a dictionary, with
+        numbers instead of names. ``smoothing`` names the layers whose keys are smoothed, and why others
+        are not.
         """
         main, store = self._prefixes.main, cast(Any, self._prefixes.main.below)
         groups = self._empty.sequences
-        return {
+        numbers = {
             "kv": main.pages.kind(*self._head_dims),
             **main.pages.pool.report(),
             "windows": {x.window: x.pages.pool.report() for x in groups if x.is_required and x.window},
+            "nbytes": sum(x.pages.nbytes for x in groups),
+            "nbytes_per_token": sum(x.nbytes_per_token for x in main.pages.storages.values()),
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
             "residual_bytes": sum(x.pages.nbytes for x in groups if not x.is_required),
@@ -450,7 +460,8 @@ class KVPool(Recorder):
             "encoders": None if self._encoders is None else self._encoders.report(),
             "smoothing": self._smoothing,
             "layers": None if self._model is None else self._model.layers(),
-        } | ({} if store is None else {"store": store.report()})
+        }
+        return TableReport(numbers | ({} if store is None else {"store": store.report()}))
 
     def _empty_prefixes(self) -> PoolPrefixes:
         return PoolPrefixes([PrefixGroup(x.pages, x.reach) for x in self._empty.sequences], self._states)

@@ -1,7 +1,9 @@
 """Reports and page maps of a session of continuous batching."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from kvloom.terminal import TableReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,12 @@ class BatchReport:
     smoothing: dict[str, list[int]] = field(default_factory=dict)
     store: dict[str, Any] = field(default_factory=dict)
     assistant: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return str(TableReport(asdict(self)))
+
+    def _repr_html_(self) -> str:
+        return TableReport(asdict(self))._repr_html_()
 
 
 @dataclass(frozen=True, slots=True)
