@@ -31,7 +31,7 @@ from kvloom.integrations.transformers.models.cache_argument import (
     as_argument,
     given_cache,
 )
-from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.models.text_config import expect_model, text_config_of
 from kvloom.integrations.transformers.session import SESSIONS, put_beneath
 from kvloom.integrations.transformers.session.drafts.generate import GENERATE, Generate
 
@@ -80,8 +80,7 @@ def enable(
             attention that cannot be replaced, stay unchanged; a WARNING names them.
     """
     model = _base_of(model)
-    if not isinstance(model, PreTrainedModel):
-        raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
+    expect_model(model)
     if argument_of(model) is None:
         raise UnsupportedError(f"{type(model).__name__} takes no cache")
     cache = KVCache.for_model(model, kv, **options)

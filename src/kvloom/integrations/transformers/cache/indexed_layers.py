@@ -12,7 +12,12 @@ from kvloom.caches.layers.changing import Forks
 from kvloom.caches.layers.index_keys import IndexKeys, add_index_keys, index_keys_beside
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import StateError, UnsupportedError
-from kvloom.integrations.transformers.cache.layers import KVCacheLayer, StaticKVCacheLayer, num_kept
+from kvloom.integrations.transformers.cache.layers import (
+    KVCacheLayer,
+    StaticKVCacheLayer,
+    expect_thawed,
+    num_kept,
+)
 
 _Layer = TypeVar("_Layer", bound="IndexedKVCacheLayer")
 
@@ -47,7 +52,7 @@ class IndexedKVCacheLayer(KVCacheLayer):
             StateError: the cache is frozen, or has tokens without index keys.
             UnsupportedError: the model's configuration says that this layer has no index.
         """
-        self._expect_thawed()
+        expect_thawed(self)
         num_new = expect("indexer_key_states", indexer_key_states, "B Q D", dtype=FLOAT_DTYPES)["Q"]
         if not self.has_index:
             raise UnsupportedError("index keys must be of a layer that has an index by the configuration")
@@ -80,7 +85,7 @@ class IndexedKVCacheLayer(KVCacheLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        self._expect_thawed()
+        expect_thawed(self)
         self._positions = positions
 
     def crop_positions(self, num_tokens: int) -> None:

@@ -24,7 +24,7 @@ from kvloom.integrations.transformers.cache.changes import (
     expect_pages,
 )
 from kvloom.integrations.transformers.cache.formats import cache_format
-from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States, num_kept
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer, States, expect_thawed, num_kept
 from kvloom.integrations.transformers.cache.legacy import legacy_pairs, plain_layers, split_halves
 from kvloom.integrations.transformers.cache.lengths import (
     counts_of_rows,
@@ -364,7 +364,7 @@ class KVCache(ReportedCache, StatefulCache):
     @whole
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch size."""
-        self._expect_thawed()
+        expect_thawed(self)
         super().reset()
         self.remembered.truncate(0)
         self._begin_forward()
@@ -390,7 +390,7 @@ class KVCache(ReportedCache, StatefulCache):
             self._rollback.select(rows)
 
     def _expect_usable(self) -> None:
-        self._expect_thawed()
+        expect_thawed(self)
         self._cache.expect_consistent()
 
 

@@ -23,7 +23,7 @@ from kvloom.errors import ArgumentError, ShapeError, StateError, UnsupportedErro
 from kvloom.integrations.transformers.attention.in_place import IMPLEMENTATION
 from kvloom.integrations.transformers.attention.lazy_states import LazyStates, refuse_gradient
 from kvloom.integrations.transformers.attention.lazy_tensor import as_autocast
-from kvloom.integrations.transformers.models.layer_specs import OF_PICTURES
+from kvloom.integrations.transformers.models.layer_specs import BESIDE_STATES, OF_PICTURES
 
 # With transformers 4 ``crop(n)`` keeps n tokens; with 5 ``crop(-n)`` removes n.
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
@@ -35,6 +35,12 @@ _Hybrid = TypeVar("_Hybrid", bound="HybridKVCacheLayer")
 
 def _refuse(layer: "KVCacheLayer", *args: Any) -> None:
     raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
+
+
+def expect_thawed(cache: Any) -> None:
+    """Raise StateError if a cache or layer is frozen."""
+    if cache.is_frozen:
+        raise StateError("this cache is frozen: use a fork of it, cache.fork()")
 
 
 class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -92,7 +98,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         Under ``torch.autocast`` keys and values of two dtypes are stored in its dtype.
         """
         if self.is_frozen:
-            self._expect_thawed()
+            expect_thawed(self)
         if key_states.dtype != value_states.dtype:
             key_states, value_states = as_autocast(key_states, value_states)
         if key_states.dtype != self._dtype and self._dtype is not None and not self.is_found:
@@ -146,7 +152,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._expect_thawed()
+        expect_thawed(self)
         self.pages.reset()
         self.is_initialized, self._dtype = False, None
 
@@ -206,7 +212,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def expect_changeable(self) -> None:
         """Raise StateError if the cache is frozen, or only one of keys and values was assigned."""
-        self._expect_thawed()
+        expect_thawed(self)
         self.pages.expect_settled()
 
     def gathered(self) -> tuple[Tensor, Tensor] | None:
@@ -231,16 +237,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def _assign(self, side: int, x: Tensor | None) -> None:
         if x is None and "is_frozen" not in vars(self):
             return  # the base class begins with ``None``
-        self._expect_thawed()
+        expect_thawed(self)
         expect(SIDES[side], cast(Tensor, x), "B H N D", dtype=self._dtype or FLOAT_DTYPES)
         self.num_assigned[side] += 1
         setattr(self.pages, SIDES[side], x)
         if self._dtype is None and self.pages.storage is not None:
             KVCacheLayer.lazy_initialization(self, cast(Tensor, x))
-
-    def _expect_thawed(self) -> None:
-        if self.is_frozen:
-            raise StateError("this cache is frozen: use a fork of it, cache.fork()")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
     __deepcopy__ = _refuse  # such as of a model that appends copies, which no change of rows would reach
@@ -310,7 +312,7 @@ _STATES: Final = {
 class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
     """Keys and values in pages, and recurrent states as transformers keeps them."""
 
-    keeps = "keys and values beside a recurrent state"
+    keeps = BESIDE_STATES
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialize keys and values, given by position, or states, given by name."""

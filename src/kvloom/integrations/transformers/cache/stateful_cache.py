@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+from kvloom.integrations.transformers.cache.layers import KVCacheLayer, expect_thawed
 from kvloom.integrations.transformers.cache.lengths import lengths_of
 from kvloom.integrations.transformers.cache.pairs import PairGuard
 from kvloom.integrations.transformers.models.remembered import Remembered
@@ -91,7 +91,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
             ArgumentError: ``snapshot`` is not a snapshot of this cache or of a fork of it.
             StateError: the cache is frozen.
         """
-        self._expect_thawed()
+        expect_thawed(self)
         if getattr(snapshot, "_kin", None) is not self._kin:
             raise ArgumentError(f"snapshot must be one of this cache, got another {type(snapshot).__name__}")
         fork = snapshot.fork()
@@ -158,7 +158,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Update as transformers; raises StateError if the cache is frozen."""
-        self._expect_thawed()
+        expect_thawed(self)
         self._touch(layer_idx, "conv", state_idx)
         state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx=state_idx, **kwargs)
         return state
@@ -167,7 +167,7 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Update as transformers; raises StateError if the cache is frozen."""
-        self._expect_thawed()
+        expect_thawed(self)
         self._touch(layer_idx, "recurrent", state_idx)
         state: Tensor = super().update_recurrent_state(
             recurrent_states, layer_idx, state_idx=state_idx, **kwargs
@@ -246,7 +246,3 @@ class StatefulCache(DynamicCache):  # type: ignore[misc]
 
     def _state(self, state: Tensor | None) -> Tensor | None:
         return state.clone() if self.is_frozen and state is not None else state
-
-    def _expect_thawed(self) -> None:
-        if self.is_frozen:
-            raise StateError("this cache is frozen: use a fork of it, cache.fork()")

@@ -21,7 +21,7 @@ from kvloom.integrations.transformers.fingerprint.per_state import once_per_stat
 from kvloom.integrations.transformers.models.cache_argument import as_argument
 from kvloom.integrations.transformers.models.encoders import PREFIX, random_outputs
 from kvloom.integrations.transformers.models.found_states import EncoderOutputs
-from kvloom.integrations.transformers.models.layer_specs import layers_of
+from kvloom.integrations.transformers.models.layer_specs import EARLIER_ALONE, layers_of
 from kvloom.integrations.transformers.models.loading import summary_of
 from kvloom.integrations.transformers.models.positions import positions_of
 from kvloom.integrations.transformers.models.text_config import text_config_of
@@ -100,8 +100,8 @@ def _why_not_causal(model: Any) -> str:
     if not differs > allowed:  # not a number is what broken weights compute, causal or not
         return ""
     return (
-        f"model must attend to earlier tokens alone, or a prefix depends on what follows it, but outputs of "
-        f"{name} differ by {differs:.1e} with other tokens behind them, and by rounding {allowed:.1e} at most"
+        f"{EARLIER_ALONE}, but outputs of {name} differ by {differs:.1e} with other tokens behind them, and "
+        f"by rounding {allowed:.1e} at most"
     )
 
 

@@ -25,6 +25,12 @@ _OUTPUTS: Final = ("output_", "return_")
 _TYPES: Final = ("token_type_ids", "mm_token_type_ids")
 
 
+def expect_inputs(inputs: object) -> None:
+    """Raise ArgumentError unless ``inputs`` is a mapping."""
+    if not isinstance(inputs, Mapping):
+        raise ArgumentError(f"inputs must be a mapping of names to values, got {type(inputs).__name__}")
+
+
 def content_of(inputs: Mapping[str, Any]) -> str:
     """A digest of a processor's outputs except tokens: the ``content`` argument of ``KVPool.begin``.
 
@@ -44,8 +50,7 @@ def content_of(inputs: Mapping[str, Any]) -> str:
     Raises:
         ArgumentError: ``inputs`` is no mapping, or a value is no tensor, number, text or sequence of them.
     """
-    if not isinstance(inputs, Mapping):
-        raise ArgumentError(f"inputs must be a mapping of names to values, got {type(inputs).__name__}")
+    expect_inputs(inputs)
     named = dict[str, Any]()
     for name, value in inputs.items():
         if name in ("input_ids", "cache_position") or name in CACHE_ARGUMENTS or is_no_input(value):

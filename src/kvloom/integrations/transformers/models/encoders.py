@@ -11,7 +11,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENTS, OF_ENCODER
-from kvloom.integrations.transformers.models.content import bytes_of, digest_of, has_no_effect, is_no_input
+from kvloom.integrations.transformers.models.content import (
+    bytes_of,
+    digest_of,
+    expect_inputs,
+    has_no_effect,
+    is_no_input,
+)
 from kvloom.integrations.transformers.models.text_config import text_config_of
 
 INPUTS: Final = (
@@ -40,8 +46,7 @@ def content_of_rows(inputs: Mapping[str, Any], placeholders: Mapping[int, str]) 
         ArgumentError: none of the inputs is one that an encoder reads, there are only placeholders of what it
             reads, or as ``content_of``.
     """
-    if not isinstance(inputs, Mapping):
-        raise ArgumentError(f"inputs must be a mapping of names to values, got {type(inputs).__name__}")
+    expect_inputs(inputs)
     read = {name: x for name, x in inputs.items() if not _is_of_decoder(name) and not is_no_input(x)}
     read = {name: x for name, x in read.items() if not has_no_effect(name)}
     main = read.get(main_input(read))

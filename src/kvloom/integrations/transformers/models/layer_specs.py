@@ -55,6 +55,10 @@ _OF_TOKENS: Final = (
 
 OF_PICTURES: Final = "keys and values of pictures"
 """What a layer keeps that attends to pictures, without tokens of the text."""
+BESIDE_STATES: Final = "keys and values beside a recurrent state"
+"""What a layer keeps that also has recurrent states."""
+EARLIER_ALONE: Final = "model must attend to earlier tokens alone, or a prefix depends on what follows it"
+"""Requirement of a model whose prefixes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +233,7 @@ def _why_no_prefixes(model: Any, config: Any, use: Use) -> str:
     sees_all |= getattr(config, "is_causal", None) is False
     # transformers before 5 does not say so in the configuration of paligemma.
     if sees_all or model.config.model_type == "paligemma":
-        return (
-            f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got {name}"
-        )
+        return f"{EARLIER_ALONE}, got {name}"
     return ""
 
 
@@ -279,7 +281,7 @@ def _of_their_class(config: Any, spec: LayerSpec, name: str) -> LayerSpec:
         if not layer.is_compileable:
             spec = _without(spec, _not_static(name, f"layers ({form.__name__}) grow with the text"), "static")
         return _with_known_states(spec)
-    keeps = "keys and values beside a recurrent state" if states else "keys and values"
+    keeps = BESIDE_STATES if states else "keys and values"
     window = getattr(layer, "sliding_window", None)
     spec = replace(spec, tokens=True, states=states, window=window, keeps=keeps)
     if kind not in _OF_TOKENS:

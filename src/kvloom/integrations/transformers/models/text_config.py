@@ -15,6 +15,12 @@ EXPAND: Final = "expand_kv"
 _BASE: Final = PreTrainedModel.__module__
 
 
+def expect_model(model: Any) -> None:
+    """Raise ArgumentError unless ``model`` is a model of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
+
+
 def text_config_of(model: Any) -> Any:
     """The configuration of the part that generates text.
 

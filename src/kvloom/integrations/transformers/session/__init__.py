@@ -12,7 +12,7 @@ from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
-from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.models.text_config import expect_model, text_config_of
 from kvloom.integrations.transformers.session.drafts import expect_drafts, expect_verifiable
 from kvloom.integrations.transformers.session.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.session.served import SESSIONS, expect_served, expect_stored
@@ -87,8 +87,7 @@ def continuous_batching(
             tokens in a session have other logits than in a plain forward; nothing was changed.
         StateError: a session of the model is running; nothing was changed.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
+    expect_model(model)
     if kv is None:
         _forget_session(model)
         beneath = _beneath(model)
