@@ -49,6 +49,13 @@ HOSTS: Final = {
         "test-vllm-python", "vLLM's Python", "", "VLLM_PYTHON", "the same, over compiled parts of the other"
     ),
     "lmcache": Host("test-lmcache", "LMCache", "", "LMCACHE", "its reading of layouts"),
+    "engines": Host(
+        "test-engines",
+        "llama-cpp-python",
+        "",
+        "LLAMA",
+        "caches of it, mlx-lm, OpenVINO and ONNX Runtime go on in each other",
+    ),
 }
 
 

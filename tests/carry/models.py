@@ -66,6 +66,9 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 64, **_WINDOWS}),
     "deepseek": ("DeepseekV3ForCausalLM", _LATENTS),
     "phi": ("PhiForCausalLM", {"partial_rotary_factor": 0.5}),
+    "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True}),
+    "neox": ("GPTNeoXForCausalLM", {"num_key_value_heads": 4, "intermediate_size": 512}),
+    "glm": ("Glm4ForCausalLM", {"pad_token_id": 0}),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 256, "n_ctx": 256}),
 }
 HAS_LATENTS = int(transformers.__version__.split(".")[0]) >= 5
@@ -78,7 +81,11 @@ def small(name: str) -> Any:
     kind, own = _CONFIGS[name]
     form: Any = getattr(transformers, kind)
     sizes = {"vocab_size": VOCABULARY} if name == "gpt2" else _SIZES
-    sizes = {k: v for k, v in sizes.items() if k != "head_dim" or name not in ("phi", "deepseek")}
+    sizes = {
+        k: v
+        for k, v in sizes.items()
+        if k != "head_dim" or name not in ("phi", "stablelm", "neox", "deepseek")
+    }
     model = form(form.config_class(**{**sizes, **own})).eval()
     for weight in model.parameters():
         if weight.ndim == 1:  # biases, and norms that do not change one thing alone

@@ -109,8 +109,11 @@ def given_of(name: str, folder: Path) -> Given:
     np.savez(folder / "weights.npz", **state)
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]  # where mlx-lm looks for it
+    if "rope_theta" in rope:  # where mlx-lm looks for it
+        config["rope_theta"] = config["rotary_emb_base"] = rope["rope_theta"]
+        config["partial_rotary_factor"] = config["rotary_pct"] = rope.get("partial_rotary_factor", 1.0)
+    if rope.get("rope_type") == "yarn":
+        config["rope_scaling"] = rope
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config))
     given = Given(model, folder, ids)
@@ -279,14 +282,19 @@ def test_rounded_caches_come_back(bundled: Given, engine: Any) -> None:
         assert torch.equal(through.logits, said.logits)
 
 
-NAMES = ["qwen2", "gemma3", "gpt2", *(["deepseek"] if HAS_LATENTS else [])]
+NAMES = [
+    "qwen2", "gemma3", "gpt2", "yarn", "phi", "stablelm", "neox", "glm",
+    *(["deepseek"] if HAS_LATENTS else []),
+]  # fmt: skip
+IN_MLX = ("qwen2", "gemma3", "yarn", "phi", "stablelm", "neox")
+"""Those whose names of weights and numbers mlx-lm has."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_architectures_continue(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Biases, windows, no RoPE, latents: of llama.cpp, and of mlx-lm where it has the model's names."""
+    """Biases, windows, no RoPE, latents, YaRN and partial RoPE: of llama.cpp, and of mlx-lm."""
     given = given_of(name, tmp_path)
-    others: list[Any] = [Torch(), Llama(), *([Mlx()] if name in ("qwen2", "gemma3") else [])]
+    others: list[Any] = [Torch(), Llama(), *([Mlx()] if name in IN_MLX else [])]
     others += [Onnx("openvino"), Onnx("onnxruntime")] if name == "qwen2" else []
     owns = {x.name: x.own(given) for x in others}
     for source in others:

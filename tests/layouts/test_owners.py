@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom import KVTensors, convert
+from kvloom import KVTensors, Placement, convert
 from kvloom.errors import ArgumentError
 from kvloom.layouts import LAYOUTS, find_layout
 from kvloom.layouts.catalog import RETIRED
@@ -42,6 +42,20 @@ def test_caches_of_transformers_are_hugging_face() -> None:
             torch.arange(2), torch.arange(4), torch.arange(3)).tolist())  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["jax_ragged", "openvino_paged"])
+def test_pages_are_as_their_owners_index_them(name: str) -> None:
+    """JAX reads keys from heads ``0::2`` of its pages and values from ``1::2``; OpenVINO has both apart."""
+    key, value = torch.randn(2, 12, 3, 8)  # [T, H, D]
+    found = convert(KVTensors({"key": key, "value": value}, "T H D"), Placement(name, page_size=4)).tensors
+    for t in range(12):
+        if name == "jax_ragged":
+            page = found["cache"].flatten(2, 3)[t // 4, t % 4]  # [2 H, D]
+            pair = page[0::2], page[1::2]
+        else:
+            pair = found["key"][t // 4, :, t % 4], found["value"][t // 4, :, t % 4]
+        assert torch.equal(pair[0], key[t]) and torch.equal(pair[1], value[t])
+
+
 @pytest.mark.parametrize("name", RETIRED)
 def test_a_name_that_no_engine_has_is_refused_with_what_to_say_instead(name: str) -> None:
     with pytest.raises(ArgumentError, match=f"source_layout must be .* '{name}' was '2 B H S D'"):
@@ -53,8 +67,6 @@ def test_a_name_that_no_engine_has_is_refused_with_what_to_say_instead(name: str
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.float64, 8)])
 def test_a_layout_that_its_owner_has_for_other_sizes_is_refused(dtype: torch.dtype, itemsize: int) -> None:
     cache = KVTensors({"cache": torch.zeros(1, 2, 32, 1, 16, dtype=dtype)}, "L 2 T H D")
-    from kvloom import Placement
-
     with pytest.raises(
         ArgumentError, match=f"'vllm_cpu_amx' must have 1 or 2 bytes an element, got {itemsize}"
     ):

@@ -123,6 +123,16 @@ LAYOUTS: Final = {
         NamedLayout("llama_cpp_no_flash", "T (H D)", "(H D) T", "llama.cpp", "without flash attention"),
         NamedLayout("mlx", "B H S D", "", "MLX", "mlx-lm 0.32: KVCache, keys and values of a layer"),
         NamedLayout("openvino", "B H S D", "", "OpenVINO", "2026.4: states of exported transformers"),
+        NamedLayout(
+            "openvino_paged",
+            "B H S D",
+            "",
+            "OpenVINO",
+            "2026.4: PagedAttention on CPUs, key_cache and value_cache of a layer",
+        ),
+        NamedLayout(
+            "jax_ragged", "B S H 2 D", "", "JAX", "ragged_paged_attention: kv_pages, keys in even heads"
+        ),
         NamedLayout("onnx_gqa", "B H S D", "", "ONNX Runtime", "GroupQueryAttention: past and present"),
         NamedLayout("executorch", "B S H D", "", "ExecuTorch", "sdpa_with_kv_cache: k_cache, v_cache"),
         NamedLayout("onnx", "B S (H D)", "", "ONNX", "Attention-24, TensorScatter-24: 3-D inputs"),

@@ -1,4 +1,4 @@
-"""A model's folder as GGUF in float32, for five architectures; run where gguf is installed.
+"""A model's folder as GGUF in float32, for nine architectures; run where gguf is installed.
 
 What llama.cpp's own converter does: rows of the projections of queries and keys of a llama change places
 within each head, so that its RoPE may turn adjacent pairs; norms of Gemma have 1 added; the expansion of
@@ -38,8 +38,57 @@ GPT2 = {
     "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
     "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
+BOTH = ("weight", "bias")
+NORMS_WITH_BIAS = {
+    f"{name}.{x}": f"{ours}.{x}"
+    for name, ours in (("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"))
+    for x in BOTH
+}
+STABLELM = {**NORMS_WITH_BIAS, **QKV, **FFN, "self_attn.o_proj.weight": "attn_output.weight"}
+PHI = {
+    **NORMS_WITH_BIAS,
+    **QKV,
+    **{f"self_attn.dense.{x}": f"attn_output.{x}" for x in BOTH},
+    **{f"mlp.fc{i}.{x}": f"ffn_{name}.{x}" for i, name in ((1, "up"), (2, "down")) for x in BOTH},
+}
+NEOX = {
+    **NORMS_WITH_BIAS,
+    **{f"attention.query_key_value.{x}": f"attn_qkv.{x}" for x in BOTH},
+    **{f"attention.dense.{x}": f"attn_output.{x}" for x in BOTH},
+    **{f"mlp.dense_h_to_4h.{x}": f"ffn_up.{x}" for x in BOTH},
+    **{f"mlp.dense_4h_to_h.{x}": f"ffn_down.{x}" for x in BOTH},
+}
+GLM = {
+    **QKV,
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_self_attn_layernorm.weight": "post_attention_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "post_mlp_layernorm.weight": "post_ffw_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate_up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+WITH_BIAS = ("phi2", "stablelm", "gptneox")
+"""Architectures whose norms have biases."""
+OUTSIDE = (
+    {"model.embed_tokens": "token_embd", "lm_head": "output"}
+    | {
+        f"{at}.{name}": ours
+        for at, name, ours in (
+            ("model", "norm", "output_norm"),
+            ("model", "final_layernorm", "output_norm"),
+            ("gpt_neox", "final_layer_norm", "output_norm"),
+            ("gpt_neox", "embed_in", "token_embd"),
+        )
+    }
+    | {"embed_out": "output"}
+)
 ARCHITECTURES = {
     "llama": "llama",
+    "phi": "phi2",
+    "stablelm": "stablelm",
+    "gpt_neox": "gptneox",
+    "glm4": "glm4",
     "qwen2": "qwen2",
     "gemma3_text": "gemma3",
     "deepseek_v3": "deepseek2",
@@ -58,6 +107,14 @@ def theta(config):
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+
+
+def scaling(w, rope):
+    """YaRN, if a model has it."""
+    if rope.get("rope_type") == "yarn":
+        w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        w.add_rope_scaling_factor(rope["factor"])
+        w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def sizes(w, c, arch):
@@ -86,11 +143,36 @@ def sizes(w, c, arch):
     if arch == "gpt2":
         w.add_layer_norm_eps(c["layer_norm_epsilon"])
         return
-    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    w.add_rope_dimension_count(rope)
+    if arch in WITH_BIAS:
+        w.add_layer_norm_eps(c.get("layer_norm_eps", 1e-5))
+        w.add_parallel_residual(c.get("use_parallel_residual", True))
+    else:
+        w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    said = c.get("rope_parameters") or {}
+    w.add_rope_dimension_count(int(rope * said.get("partial_rotary_factor", 1.0)))
+    scaling(w, said)
     w.add_rope_freq_base(theta(c))
     if arch == "gemma3":
         w.add_sliding_window(c["sliding_window"])
+
+
+def named(c, s, arch):
+    """Tensors that only change their names; queries, keys and values of GPT-NeoX are apart by heads there."""
+    for theirs, ours in OUTSIDE.items():
+        for x in BOTH:
+            if f"{theirs}.{x}" in s:
+                yield f"{ours}.{x}", s[f"{theirs}.{x}"]
+    names = {"phi2": PHI, "stablelm": STABLELM, "gptneox": NEOX, "glm4": GLM}[arch]
+    at = "gpt_neox" if arch == "gptneox" else "model"
+    for i in range(c["num_hidden_layers"]):
+        for theirs, ours in names.items():
+            w = s.get(f"{at}.layers.{i}.{theirs}")
+            if w is None:
+                continue
+            if "query_key_value" in theirs:
+                parts = w.reshape(c["num_attention_heads"], 3, -1, *w.shape[1:])
+                w = np.moveaxis(parts, 1, 0).reshape(w.shape)
+            yield f"blk.{i}.{ours}", w
 
 
 def tensors(c, s, arch):
@@ -108,6 +190,9 @@ def tensors(c, s, arch):
                 w = s[f"h.{i}.{theirs}.weight"]
                 yield f"blk.{i}.{ours}.weight", w if w.ndim == 1 else w.T
                 yield f"blk.{i}.{ours}.bias", s[f"h.{i}.{theirs}.bias"]
+        return
+    if arch in (*WITH_BIAS, "glm4"):
+        yield from named(c, s, arch)
         return
     one = 1.0 if arch == "gemma3" else 0.0
     yield "token_embd.weight", s["model.embed_tokens.weight"]

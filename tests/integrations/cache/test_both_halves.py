@@ -9,6 +9,7 @@ import pytest
 import torch
 from integrations.cache.test_encoder_decoders import NAMES, SIZES, family
 from integrations.models.test_families import padded_prompts
+from oracles.pairs import in_turn, pairwise
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
@@ -59,9 +60,7 @@ def filled(kv: str = "auto", rows: int = 2, num_tokens: int = 20, repeats: int =
     return cache, pairs
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("attention", ["kvloom", None])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "attention", "way"), pairwise(NAMES, ["kvloom", None], [*WAYS]))
 def test_a_cache_of_both_halves_generates_the_same_text(name: str, attention: str | None, way: str) -> None:
     model = family(name)
     # T5Gemma of transformers 4 gives other samples and beams to a cache that is given than to its own.
@@ -91,8 +90,7 @@ def test_beams_keep_the_keys_of_an_encoder_once(kv: str) -> None:
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "way"), in_turn(NAMES, [*WAYS]))
 def test_a_report_says_what_both_halves_hold(name: str, way: str) -> None:
     """And what they save against transformers' cache with the same rows."""
     model = family(name)

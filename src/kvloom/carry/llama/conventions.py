@@ -32,6 +32,10 @@ ARCHITECTURES: Final = {
     "gemma3_text": Architecture("gemma3", "halves"),
     "deepseek_v3": Architecture("deepseek2", "adjacent"),
     "gpt2": Architecture("gpt2", "none"),
+    "phi": Architecture("phi2", "halves"),
+    "stablelm": Architecture("stablelm", "halves"),
+    "gpt_neox": Architecture("gptneox", "halves"),
+    "glm4": Architecture("glm4", "none"),  # adjacent in transformers, too
 }
 """Architectures by the ``model_type`` of transformers; of a latent the pairs are those of its rope key."""
 

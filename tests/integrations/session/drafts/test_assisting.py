@@ -80,6 +80,13 @@ def test_an_assistant_as_slow_as_the_model_is_not_asked() -> None:
     assert not assistant.read
 
 
+def test_an_assistant_that_was_slow_once_is_asked_again() -> None:
+    made, assistant = assisting(1.0, 0.01)
+    assistant.read = {"a": 8}
+    asked = [step for step in range(1, 1000) if made.drafts([candidate("a", 0.999)], 1, 1, 100, False)[0]]
+    assert asked[0] == 65
+
+
 def test_before_it_is_known_what_a_draft_takes_it_has_one_token() -> None:
     made, _ = assisting(0.0, 0.0)
     assert made.counts([candidate("a", 0.999)], 1, 1.0, 100, None) == {"a": 1}

@@ -21,7 +21,7 @@ from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.requests.cuts import Cuts
 from kvloom.integrations.transformers.states.mixers import is_mixer
 
-SESSIONS = times(2)
+SESSIONS = times(1)
 FAMILIES = [x for x in mixers() if x != "inkling2"]  # which has no sessions
 KINDS = [("auto", "float32", 1), ("int8:g8", "bfloat16", 1), ("auto", "bfloat16", 2)]
 STEP = 16

@@ -74,6 +74,8 @@ class Assisting:
         seconds, count = costs.fixed + costs.token * num_tokens, len(candidates)
         usual = costs.fixed + costs.token * count  # of a step of these requests, without prompts
         pays = self.counts(candidates, count, usual, MOST * count, None)
+        if not pays and self.account.is_to_be_measured():
+            assistant.forget_costs()  # so the next step drafts one token, whatever the last ones took
         wanted = [x for x in candidates if pays[x.state.request_id]]
         wanted = [x for x in wanted if _size(x.state) + MOST < assistant.most_tokens]
         unread = {x.state.request_id: assistant.num_unread(x.state) for x in wanted}
