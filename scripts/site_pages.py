@@ -38,7 +38,7 @@ def homes() -> dict[str, str]:
     """Where the names of ``kvloom`` itself are: by name, a path that a reader of sources can follow."""
     from kvloom import _HOME
 
-    return {name: f"{home}.{name}" for name, home in _HOME.items()}
+    return {name: f"kvloom.{home}.{name}" for name, home in _HOME.items()} | {"ops": "kvloom.ops"}
 
 
 def api_pages(sources: Path) -> dict[str, str]:

@@ -109,6 +109,15 @@ def test_the_readme_table_is_cut_from_the_sections(monkeypatch: pytest.MonkeyPat
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_the_readme_picture_is_drawn_from_the_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = runpy.run_path(str(BENCHMARKS / "report.py"))
+    figures = report["read_figures"](report["RESULTS"].read_text(encoding="utf-8"))
+    memory = figures["Memory"][""]
+    drawn = [report["picture"](decode, memory) for name, decode in figures["Decode"].items() if name]
+    assert report["PICTURE"].read_text(encoding="utf-8") in drawn
+
+
 @pytest.mark.process
 def test_measured_figures_replace_those_of_their_processor(
     quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
