@@ -16,10 +16,13 @@ from torch import Tensor
 from kvloom.cli import main
 from kvloom.conform import vectors
 from kvloom.conform.comparing import agrees, words
-from kvloom.conform.describe import Call, problems, result_shape
+from kvloom.conform.describe import Call, Operator, Results, problems, result_shape
 from kvloom.conform.judging import named
 from kvloom.conform.mistakes import MISTAKES
 from kvloom.conform.operators import OPERATORS
+from kvloom.conform.outcomes import Unsupported
+from kvloom.conform.reports import without_cause
+from kvloom.conform.running import run
 from kvloom.conform.vectors import Vector, make, published, read
 from kvloom.errors import ArgumentError
 
@@ -341,3 +344,60 @@ def test_scales_broadcast_to_the_cache(kind: str, shape: list[int], is_legal: bo
     assert bool(problems(operator, call)) != is_legal
     if is_legal:
         assert bool((operator.oracle(call)["present_key"][:, :, 3] == 2).all())
+
+
+def test_only_those_with_the_values_of_attributes_are_left() -> None:
+    dialect = "pmx.key_value_cache"
+    every = [*read(published(), dialect)]
+    some = vectors.having(every, dialect, "cache_layout=0,quant_bit=8")
+    calls = [OPERATORS[dialect].complete(x.call) for x in every]
+    expected = [
+        x for x, call in zip(every, calls, strict=True) if (call["cache_layout"], call["quant_bit"]) == (0, 8)
+    ]
+    assert some == expected and 0 < len(some) < len(every)
+    with pytest.raises(
+        ArgumentError, match=r"^--only must be NAME=VALUE of the attributes .*, got 'layout=0'"
+    ):
+        vectors.having(every, dialect, "layout=0")
+    with pytest.raises(
+        ArgumentError, match=r"^--only must leave vectors, got 'cache_layout=77', which none of"
+    ):
+        vectors.having(every, dialect, "cache_layout=77")
+
+
+def test_known_mistakes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conform", "mistakes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{name}: {text}" for name, text in sorted({x.name: x.text for x in MISTAKES}.items())]
+
+
+def test_of_several_mistakes_the_nearest_is_named_and_simple_calls_come_first() -> None:
+    """A third of the vectors fails by a known mistake, and the others by none; a few are skipped."""
+    dialect = "vllm.reshape_and_cache_flash"
+    legal = [x for x in read(published(), dialect) if x.expected is not None]
+
+    def target(operator: Operator, vector: Vector, call: Call) -> Results:
+        number = legal.index(vector)
+        if number % 10 == 9:
+            raise Unsupported("no kernel of this dtype" if number % 20 == 9 else "no such layout")
+        if number % 3 == 0:
+            call["key"], call["value"] = call["value"], call["key"]
+        else:
+            call["key"] = call["key"] + 100  # which is no known mistake
+        return operator.oracle(call)
+
+    report = run(target, legal)
+    assert report.cause is None and report.nearest is not None
+    assert 0 < 2 * report.nearest_explained <= len(report.failures)
+    assert without_cause(report).startswith(
+        f"no single known mistake explains more than half of {len(report.failures)} failures; nearest, "
+        f"{report.nearest_explained} of"
+    )
+    assert sum(report.reasons.values()) == report.count("skipped") and [*report.reasons.values()] == sorted(
+        report.reasons.values(), reverse=True
+    )
+    sizes = [
+        sum(x.numel() for x in named(o.vector.call).values() if isinstance(x, Tensor))
+        for o in report.failures
+    ]
+    assert sizes == sorted(sizes)

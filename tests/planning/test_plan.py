@@ -298,7 +298,9 @@ def test_models_that_cannot_be_planned_are_named() -> None:
         kvloom.plan(transformers.ViTConfig(), context=9)
     config = family("Llama").config
     config.quantization_config = {"quant_method": "unheard-of"}
-    with pytest.raises(UnsupportedError, match=r"^config must be .* load here, got LlamaConfig with a quant"):
+    with pytest.raises(
+        UnsupportedError, match=r"^config must have weights .*, got quant_method 'unheard-of': give"
+    ):
         kvloom.plan(config)
 
 

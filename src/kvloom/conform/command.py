@@ -16,6 +16,9 @@ def add_conform(parser: argparse.ArgumentParser) -> None:
     listing = commands.add_parser("list", help="the dialects and how many vectors each has")
     listing.set_defaults(run=_list)
 
+    mistakes = commands.add_parser("mistakes", help="the known mistakes that a failure is compared with")
+    mistakes.set_defaults(run=_mistakes)
+
     described = commands.add_parser("describe", help="an operator: arguments, shapes, rules")
     described.add_argument("dialect", metavar="NAME", help="as list prints it")
     described.set_defaults(run=_describe)
@@ -32,6 +35,11 @@ def add_conform(parser: argparse.ArgumentParser) -> None:
                      "command:PROGRAM ARGUMENTS")  # fmt: skip
     run.add_argument("--dialect", required=True, metavar="NAME", help="the operator, as list prints it")
     run.add_argument("--vector", action="append", metavar="NUMBER", type=int, help="these only")
+    run.add_argument(
+        "--only",
+        metavar="NAME=VALUE,...",
+        help="vectors whose attributes have these values, such as cache_layout=0,quant_bit=8",
+    )
     run.add_argument("--vectors", type=Path, metavar="FOLDER", help="a set that `vectors` wrote")
     run.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="that one vector may take (default: 60)"
@@ -74,6 +82,13 @@ def _list(args: argparse.Namespace) -> None:
         f"{nbytes / 1e6:.1f} MB, version {index['version']}; "
         f"{len({m.name for m in MISTAKES})} known mistakes\n"
     )
+
+
+def _mistakes(args: argparse.Namespace) -> None:
+    from kvloom.conform.mistakes import MISTAKES
+
+    for name, text in sorted({mistake.name: mistake.text for mistake in MISTAKES}.items()):
+        sys.stdout.write(f"{name}: {text}\n")
 
 
 def _describe(args: argparse.Namespace) -> None:
@@ -122,6 +137,8 @@ def _run(args: argparse.Namespace) -> int:
         made = [*vectors.read(args.vectors or vectors.published(), name)]
     if args.vector:
         made = [each for each in made if int(each.name.rpartition("/")[2]) in args.vector]
+    if args.only is not None:
+        made = vectors.having(made, name, args.only)
     timeout = TIMEOUT if args.timeout is None else args.timeout
     with isolated(args.target, timeout) as target, progress(name, len(made)) as tick:
         report = run(target, made, args.target, tick)

@@ -62,14 +62,21 @@ def print_report(report: Report) -> None:
     more = len(report.failures) - _SHOWN
     if more > 0:
         console.print(f"... and {more} more; --html FILE shows all of them")
-    skipped = {outcome.message for outcome in report.outcomes if outcome.status == "skipped"}
-    for reason in sorted(skipped)[:3]:
-        console.print(f"skipped: {plain(reason)}")
+    reasons = [*report.reasons.items()]
+    for reason, count in reasons[:_SHOWN]:
+        console.print(f"{count} skipped: {plain(reason)}")
+    if len(reasons) > _SHOWN:
+        rest = sum(count for _, count in reasons[_SHOWN:])
+        console.print(
+            f"{rest} skipped for {len(reasons) - _SHOWN} other reasons; --html FILE shows all of them"
+        )
     if report.cause is not None:
         console.print(
             f"[bold]cause of {counted(report)}[/]: [yellow]{plain(report.cause.name)}[/]: "
             f"{plain(report.cause.text)}"
         )
+    elif any(outcome.difference is not None for outcome in report.failures):
+        console.print(plain(without_cause(report)))
     color = "green" if report.passed else "red"
     console.print(f"[bold {color}]{plain(report.dialect)}: {summary(report)}[/]")
 
@@ -84,6 +91,17 @@ def counted(report: Report) -> str:
     """Number of failures that the cause of the run explains: ``all 12 failures``, ``10 of 12 failures``."""
     total = len(report.failures)
     return f"all {total} failures" if report.explained == total else f"{report.explained} of {total} failures"
+
+
+def without_cause(report: Report) -> str:
+    """Sentence for failures that no known mistake explains, with the nearest one."""
+    if report.nearest is None:
+        return "no known mistake explains a failure: `kvloom conform mistakes` lists them"
+    total = len(report.failures)
+    return (
+        f"no single known mistake explains more than half of {total} failures; nearest, "
+        f"{report.nearest_explained} of {total}: {report.nearest.name}: {report.nearest.text}"
+    )
 
 
 def coordinates(outcome: Outcome) -> str:
@@ -141,6 +159,10 @@ def as_json(report: Report) -> str:
         "target": report.target,
         **{status: report.count(status) for status in ("passed", "failed", "skipped")},
         "cause": None if report.cause is None else {**report.cause._asdict(), "explains": report.explained},
+        "nearest": None
+        if report.nearest is None
+        else {**report.nearest._asdict(), "explains": report.nearest_explained},
+        "reasons": report.reasons,
         "outcomes": [as_dict(outcome) for outcome in report.outcomes],
     }
     return json.dumps(found, indent=1) + "\n"
@@ -193,15 +215,14 @@ def as_html(report: Report) -> str:
             f'<div class="cause">Cause of {counted(report)}: '
             f"<b>{escape(report.cause.name)}</b><br>{escape(report.cause.text)}</div>"
         )
+    elif any(outcome.difference is not None for outcome in report.failures):
+        cause = f'<div class="cause">{escape(without_cause(report))}</div>'
     numbers = {outcome: number for number, outcome in enumerate(report.outcomes)}
     failures = "".join(
         _failure(outcome, numbers[outcome], is_open=place == 0)
         for place, outcome in enumerate(report.failures)
     )
-    skipped = "".join(
-        f"<li>{escape(reason)}</li>"
-        for reason in sorted({o.message for o in report.outcomes if o.status == "skipped"})
-    )
+    skipped = "".join(f"<li>{count} x {escape(reason)}</li>" for reason, count in report.reasons.items())
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -1,5 +1,6 @@
 """Runner of a target on vectors, and outcomes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from kvloom.conform.causes import Cause, decisive, explain
 from kvloom.conform.comparing import Difference, changed_argument, first_difference
-from kvloom.conform.describe import Results, Vector
+from kvloom.conform.describe import Call, Results, Vector
 from kvloom.conform.judging import named
 from kvloom.conform.operators import OPERATORS
 from kvloom.conform.outcomes import CallRefused, NoAnswer, Target, Unsupported
@@ -49,6 +50,8 @@ class Report:
         outcomes: Outcome of each vector.
         cause: Mistake that explains most failures, if there is one.
         explained: Number of failures that it explains.
+        nearest: Without a cause, the mistake that explains most failures, though no more than half.
+        nearest_explained: Number of failures that the nearest explains.
     """
 
     dialect: str
@@ -56,6 +59,8 @@ class Report:
     outcomes: list[Outcome]
     cause: Cause | None = None
     explained: int = 0
+    nearest: Cause | None = None
+    nearest_explained: int = 0
 
     def count(self, status: str) -> int:
         """Number of outcomes with this status."""
@@ -63,9 +68,16 @@ class Report:
 
     @property
     def failures(self) -> list[Outcome]:
-        """Failed outcomes: those without an answer, then those with an element to show."""
+        """Failed outcomes: those without an answer, then with an element to show; simple calls first."""
         failed = [outcome for outcome in self.outcomes if outcome.status == "failed"]
-        return sorted(failed, key=lambda outcome: (outcome.is_answered, outcome.difference is None))
+        return sorted(
+            failed, key=lambda x: (x.is_answered, x.difference is None, _num_elements(x.vector.call))
+        )
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Number of skipped vectors by their reason, the most frequent first."""
+        return dict(Counter(x.message for x in self.outcomes if x.status == "skipped").most_common())
 
     @property
     def passed(self) -> bool:
@@ -133,11 +145,19 @@ def _name_cause(report: Report) -> None:
     legal = [outcome for outcome in differing if outcome.vector.expected is not None]
     passed = [each.vector for each in report.outcomes if each.status == "passed" and each.vector.expected]
     names = decisive([outcome.causes for outcome in legal], passed)
+    counts = Counter(cause for outcome in legal for cause in {*outcome.causes})
+    if counts and not names:
+        report.nearest, report.nearest_explained = min(counts.items(), key=lambda x: (-x[1], x[0].name))
     for outcome in legal:
         outcome.causes = [cause for cause in outcome.causes if cause.name in names]
     explained = [outcome.causes[0] for outcome in legal if outcome.causes]
     if explained:
         report.cause, report.explained = explained[0], len(explained)
+
+
+def _num_elements(call: Call) -> int:
+    """Elements of all tensors of a call: the fewer, the simpler it is to look at."""
+    return sum(x.numel() for x in named(call).values() if isinstance(x, Tensor))
 
 
 def _fresh(x: object) -> object:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -167,6 +167,37 @@ def _argument(argument: Argument) -> dict[str, Any]:
     said = {field.name: getattr(argument, field.name) for field in fields(argument)}
     del said["is_input"]
     return {name: x for name, x in said.items() if x not in (None, "", (), False)}
+
+
+def having(vectors: Sequence[Vector], dialect: str, only: str) -> list[Vector]:
+    """Those vectors whose attributes have some values, left out ones their default.
+
+    Args:
+        vectors: Vectors of one dialect.
+        dialect: A key of ``OPERATORS``.
+        only: Names and values: ``"cache_layout=0,quant_bit=8"``.
+
+    Raises:
+        ArgumentError: a name is no attribute of the operator, or no vector has these values.
+    """
+    operator, wanted = OPERATORS[dialect], dict[str, str]()
+    names = [x.name for x in operator.arguments if not x.is_tensor]
+    for part in only.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in names or not value:
+            raise ArgumentError(
+                f"--only must be NAME=VALUE of the attributes {', '.join(names) or 'of the operator'}, "
+                f"got {part!r}"
+            )
+        wanted[name] = value
+    found = []
+    for vector in vectors:
+        call = operator.complete(vector.call)
+        if all(str(call.get(name)) == value for name, value in wanted.items()):
+            found.append(vector)
+    if not found:
+        raise ArgumentError(f"--only must leave vectors, got {only!r}, which none of {len(vectors)} has")
+    return found
 
 
 def argument_text(argument: Argument) -> str:

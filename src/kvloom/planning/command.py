@@ -10,6 +10,7 @@ from kvloom import terminal
 from kvloom.core.arguments import parse_bytes
 from kvloom.core.spelling import PACKS, STORAGE, expect_kv
 from kvloom.graphics.plot_file import add_plot_option, write_plot
+from kvloom.planning.verdict import verdict
 
 if TYPE_CHECKING:
     from kvloom.planning.plan import Plan
@@ -52,6 +53,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="packed weights of linear layers, as serve's --pack",
     )
     parser.add_argument(
+        "--weights",
+        metavar="BYTES",
+        help="bytes of the weights, such as 5.7GB, if not those that the configuration says",
+    )
+    parser.add_argument(
         "--memory", metavar="BYTES", help="also print how much fits in this size, such as 24GB or 24GiB"
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -63,11 +69,12 @@ def print_plans(args: argparse.Namespace) -> None:
     if args.kv is not None:
         expect_kv("--kv", args.kv)
     memory = None if args.memory is None else parse_bytes("--memory", args.memory)
+    weights = None if args.weights is None else parse_bytes("--weights", args.weights)
     from kvloom.planning.making import read_config
     from kvloom.planning.model import ModelShape
     from kvloom.planning.plan import kinds_for, plan
 
-    shape = ModelShape.of(read_config(args.model))
+    shape = ModelShape.of(read_config(args.model), weights)
     kinds = kinds_for(shape) if args.kv is None else [args.kv]
     plans = [
         plan(
@@ -107,6 +114,7 @@ def _as_json(plan: "Plan", memory: int | None) -> dict[str, Any]:
     if memory is not None:
         found |= {
             "memory": memory,
+            "fits": plan.total <= memory,
             "longest_context": plan.longest_context(memory),
             "largest_batch": plan.largest_batch(memory),
         }
@@ -149,3 +157,4 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
             f"fit in {memory:,} bytes: longest, tokens of each of {first.batch}{beams}; batch, "
             f"{'sequences' if not (beams or read) else f'inputs{beams}'} of {first.context:,} tokens"
         )
+        console.print(verdict(plans, memory))

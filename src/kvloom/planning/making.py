@@ -1,8 +1,9 @@
 """Configurations, and models made of them and run on tensors without data."""
 
 import copy
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
@@ -21,17 +22,32 @@ def read_config(path: str | Path) -> Any:
     """Read the configuration in a folder, or in a file ``config.json``; needs no weights and runs no code.
 
     Raises:
-        ArgumentError: there is none, or it is damaged or of an unknown model.
+        ArgumentError: there is none, or it is damaged, or of a model that is not in transformers.
     """
     folder = Path(path)
     if not (folder.is_file() or (folder / "config.json").is_file()):
         raise ArgumentError(f"model must be a config.json, or a local folder with one, got {str(path)!r}")
+    _expect_known(folder / "config.json" if folder.is_dir() else folder)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything for a damaged file
         raise ArgumentError(
             f"model must have a configuration that transformers loads, got {str(path)!r}: {summary_of(error)}"
         ) from error
+
+
+def _expect_known(file: Path) -> None:
+    """Raise ArgumentError for a model whose code is beside its configuration, and not in transformers."""
+    try:
+        said = json.loads(file.read_bytes())
+        kind, code = said.get("model_type"), (said.get("auto_map") or {}).get("AutoConfig")
+    except (ValueError, AttributeError):  # it is damaged, which transformers says
+        return
+    if code is not None and kind not in CONFIG_MAPPING:
+        raise ArgumentError(
+            f"model must be one that transformers has, got model_type {kind!r}, whose code {code!r} is "
+            "beside its configuration and never run"
+        )
 
 
 AUTO_CLASSES: Final = [
@@ -53,10 +69,11 @@ def model_of(config: Any, *, sees: bool = False) -> Any:
     Of some there is one with a tower of pictures and one without; ``sees`` prefers the former. Of an
     encoder and a decoder it is the model of both, where there is one.
     """
-    config = copy.deepcopy(config)  # in which transformers writes how it attends
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
     options = {"attn_implementation": "eager", "dtype": _dtype_of(config)}
+    config = copy.deepcopy(config)  # in which transformers writes how it attends
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     if config.is_encoder_decoder:
         if (named := _class_named(config)) is not None:
             return named._from_config(config, **options).eval()
@@ -79,13 +96,25 @@ def _class_named(config: Any) -> Any:
     return None
 
 
+def section_of(config: Any) -> Mapping[str, Any] | None:
+    """What a configuration says of its quantized weights; ``None`` if it has none."""
+    for x in (config, config.get_text_config(decoder=True)):
+        found = getattr(x, "quantization_config", None)
+        if found is not None:
+            return found if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
 def _dtype_of(config: Any) -> Any:
-    """Dtype of the weights, which some configurations say only for the part that generates text."""
+    """Dtype of the weights, which some configurations say only for the part that generates text.
+
+    Where none is said of a model with quantized weights, it computes in bfloat16, as transformers decides.
+    """
     for x in (config, config.get_text_config(decoder=True)):
         dtype = getattr(x, "dtype", None)
         if dtype is not None:
             return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return None
+    return None if section_of(config) is None else torch.bfloat16
 
 
 _TORCH_AUTOCAST: Final = torch.autocast
@@ -97,9 +126,14 @@ def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Decided(TorchDispatchMode):
-    """Mode in which each value read from a tensor without data is 1 or true, as of one token."""
+    """Mode in which each value read from a tensor without data is 1 or true, as of one token.
+
+    One element of such a tensor is not zero, the first.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return torch.empty(1, args[0].ndim, dtype=torch.int64, device="meta")
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
         return func(*args, **(kwargs or {}))

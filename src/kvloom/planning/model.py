@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from transformers import AutoModelForImageTextToText, EncoderDecoderCache, PretrainedConfig
-from transformers.quantizers import AutoHfQuantizer
 
 from kvloom.core.entries import Entry
 from kvloom.core.specs import entry_of
@@ -20,7 +19,8 @@ from kvloom.integrations.transformers.models.loading import is_seeing
 from kvloom.integrations.transformers.models.seen import Watched
 from kvloom.integrations.transformers.models.text_config import names_rank
 from kvloom.planning.encoders import encoder_positions, run_decoder, run_given
-from kvloom.planning.making import model_of, without_data, without_logs
+from kvloom.planning.making import model_of, section_of, without_data, without_logs
+from kvloom.planning.sections import bytes_by_section
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none", "encoder"]
 """Kinds of layers: attention to all tokens, to a window, or by latents; attention and a recurrent state; only
@@ -55,7 +55,7 @@ class ModelShape:
 
     Attributes:
         config: Configuration of the part that generates text.
-        weights: Bytes of all parameters and buffers, tied ones once.
+        weights: Bytes of all parameters and buffers, tied ones once, or those that were given.
         layers: Shapes of the layers, in order.
         packable: Maximum bytes of packed weights of linear layers.
         encoder: Unquantized keys and values of a token of the encoder, by the number of the layer that
@@ -72,17 +72,23 @@ class ModelShape:
     encoder_positions: int | None = None
 
     @classmethod
-    def of(cls, config: Any) -> "ModelShape":
+    def of(cls, config: Any, weights: int | None = None) -> "ModelShape":
         """Shape of the model with this configuration, found by computing one token on tensors without data.
 
+        Args:
+            config: A ``PretrainedConfig``.
+            weights: Bytes of the weights; ``None`` for those that the configuration says.
+
         Raises:
-            ArgumentError: ``config`` is no configuration.
-            UnsupportedError: the model does not generate text or does not run on such tensors, its quantized
-                weights cannot be loaded here, or a layer keeps something other than keys, values and a
-                recurrent state, or keeps it outside of the cache.
+            ArgumentError: ``config`` is no configuration, or ``weights`` no number of bytes.
+            UnsupportedError: the model does not generate text or does not run on such tensors, its weights
+                are quantized by a method whose bytes are not known, or a layer keeps something other than
+                keys, values and a recurrent state, or keeps it outside of the cache.
         """
         if not isinstance(config, PretrainedConfig):
             raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
+        if weights is not None and (isinstance(weights, bool) or not isinstance(weights, int) or weights < 0):
+            raise ArgumentError(f"weights must be None or an int of at least 0, got {weights!r}")
         model, seen, beside, positions = _run_without_data(config)
         layers = layers_of(model)
         if any(x.tokens for x in layers):  # others have a cache of transformers' own
@@ -100,7 +106,7 @@ class ModelShape:
             )
         return cls(
             text,
-            _weights_of(config, model),
+            _weights_of(config, model) if weights is None else weights,
             tuple(
                 _layer_shape(type(config).__name__, layer, seen, i, names_rank(text))
                 for i, layer in enumerate(layers)
@@ -112,31 +118,26 @@ class ModelShape:
 
 
 def _weights_of(config: Any, model: Any) -> int:
-    """Bytes of all parameters and buffers; of quantized ones as transformers keeps them on this machine.
+    """Bytes of all parameters and buffers; of quantized ones by their section of the configuration.
 
     Args:
         config: The configuration.
         model: The model that ran, which may be without its tower of pictures.
 
     Raises:
-        UnsupportedError: transformers cannot make or quantize such a model here.
+        UnsupportedError: transformers cannot make such a model, or the bytes of the method are not known.
     """
-    said = getattr(config, "quantization_config", None)
-    sees = is_seeing(config) and AutoModelForImageTextToText._model_mapping[type(config)] is not type(model)
-    if said is not None or sees:
-        dtype = next((x.dtype for x in model.parameters()), None)
+    if is_seeing(config) and AutoModelForImageTextToText._model_mapping[type(config)] is not type(model):
         try:
             with torch.device("meta"), without_logs():
                 model = model_of(config, sees=True)
-                if said is not None:
-                    AutoHfQuantizer.from_config(said, pre_quantized=True).preprocess_model(
-                        model=model, dtype=dtype, device_map=None, checkpoint_files=None
-                    )
-        except Exception as error:  # a package or a device is missing
+        except Exception as error:  # a package is missing
             raise UnsupportedError(
-                f"config must be of a model that transformers can load here, got {type(config).__name__}"
-                f"{'' if said is None else ' with a quantization_config'}: {summary_of(error)}"
+                f"config must be of a model that transformers can make here, got {type(config).__name__}: "
+                f"{summary_of(error)}"
             ) from error
+    if (section := section_of(config)) is not None:
+        return bytes_by_section(model, section)
     return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
 
 

@@ -213,6 +213,7 @@ def plan(
     at_once: bool = False,
     encoder_tokens: int | None = None,
     beams: int = 1,
+    weights: int | None = None,
 ) -> Plan:
     """Compute the exact bytes of a model and its cache; needs no weights and allocates nothing.
 
@@ -231,6 +232,8 @@ def plan(
             which the caller may give an encoder's output, the tokens of that output, or ``None``.
         beams: Sequences of each input, which share what the encoder made of it: ``num_beams`` times
             ``num_return_sequences`` of samples.
+        weights: Bytes of the weights, as of a file with another quantization; ``None`` for those that the
+            configuration says, or that a ``ModelShape`` has.
 
     Raises:
         ArgumentError: an argument has another value, or ``kv`` has a group that does not divide a head dim.
@@ -238,7 +241,9 @@ def plan(
     """
     if isinstance(config, (str, Path)):
         config = read_config(config)
-    shape = config if isinstance(config, ModelShape) else ModelShape.of(config)
+    shape = config if isinstance(config, ModelShape) else ModelShape.of(config, weights)
+    if weights is not None:
+        shape = replace(shape, weights=weights)
     if context is None:
         context = positions_of(shape.config)
         if context is None:

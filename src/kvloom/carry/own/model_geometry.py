@@ -49,12 +49,15 @@ def _layer(number: int, spec: LayerSpec, entries: Any, rotary: int, latents: boo
 
 
 def rotary_elements(model: Any) -> int:
-    """Elements of a key that RoPE turns, by the frequencies that a model has; 0 without any.
+    """Elements of a key that RoPE turns, by the frequencies of the part that generates text; 0 without any.
 
     Raises:
         ArgumentError: layers have several numbers.
     """
-    buffers = model.named_buffers()
+    decoder = model.get_decoder()  # a tower of pictures has frequencies of its own
+    buffers = (model if decoder is None else decoder).named_buffers()
+    decoder = model.get_decoder()  # a tower of pictures has frequencies of its own
+    buffers = (model if decoder is None else decoder).named_buffers()
     found = {2 * x.numel() for name, x in buffers if name.rpartition(".")[2].endswith("inv_freq")}
     if len(found) > 1:
         raise ArgumentError(f"model must turn as many elements in all layers, got {sorted(found)}")

@@ -22,7 +22,7 @@ from kvloom.integrations.transformers.session.requests.session_requests import S
 from kvloom.integrations.transformers.session.requests.state_rows import nbytes_of
 from kvloom.integrations.transformers.session.stand_ins import NoSectors
 from kvloom.integrations.transformers.session.steps.recurrent import MixerCalls
-from kvloom.integrations.transformers.session.steps.step import Steps
+from kvloom.integrations.transformers.session.steps.step import SharedKeys, Steps
 from kvloom.integrations.transformers.states.mixers import CacheOfMixers
 
 KIND: Final = "full_attention"
@@ -273,9 +273,14 @@ class BatchCache(CacheOfMixers):
         self.steps.add(self.requests[request_id], past_length, query_length)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, Tensor]:
-        """Pass new tokens on to attention, which stores them; layers call this since transformers 5.24."""
+        """Pass new tokens on to attention, which stores them; layers call this since transformers 5.24.
+
+        Attention finds this cache in ``kwargs``, or with the keys if the model gives none, as GPT-NeoX.
+        """
+        if kwargs is None:
+            return SharedKeys(self, layer_idx, key_states), value_states
         kwargs["cache"] = self
         return self.steps.handed_on(self, layer_idx, key_states), value_states
 

@@ -24,7 +24,9 @@ from kvloom.integrations.transformers.session.steps.recurrent import MixerCalls
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """New keys of a layer that later layers also attend to; the model passes them on.
+    """New keys of a layer with the cache that stores them; the model passes them on.
+
+    Later layers attend to them, too, or the model tells its attention of no cache.
 
     Attributes:
         cache: Cache that stores them.
