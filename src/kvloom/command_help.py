@@ -43,6 +43,7 @@ EXAMPLES: Final = {
     "carry": "kvloom carry cache.bin --from llama.cpp --to mlx --model path/to/model --out cache.safetensors",
     "conform list": "kvloom conform list",
     "conform describe": "kvloom conform describe pmx.key_value_cache",
+    "conform mistakes": "kvloom conform mistakes",
     "conform vectors": "kvloom conform vectors ./vectors --dialect pmx.key_value_cache",
     "conform run": "kvloom conform run my_engine:key_value_cache --dialect pmx.key_value_cache",
     "completion": "kvloom completion bash >> ~/.bashrc",

@@ -96,7 +96,9 @@ def enable(
 
 def _done(model: PreTrainedModel, cache: KVCache, kv: str) -> str:
     """A line that says what ``enable`` did."""
-    attention, smoothed = text_config_of(model)._attn_implementation, len(cache.report()["smoothed"])
+    attention, found = text_config_of(model)._attn_implementation, cache.report()
+    halves = [found[half] for half in ("text", "encoder") if half in found] or [found]
+    smoothed = sum(len(half["smoothed"]) for half in halves)
     kept = sum(isinstance(layer, KVCacheLayer) for layer in cache.layers)
     where = "reads its pages in place" if attention == IMPLEMENTATION else f"stays {attention!r}"
     return (
