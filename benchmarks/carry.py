@@ -9,8 +9,9 @@ JSON: medians of CPU and wall seconds, and of the ratios to the copy of the same
 memory that is not of a file, over that before, in sizes of the source.
 
 Prediction: a copy moves bytes once within the kernel. Carrying reads them in the processor's cache, looks for
-infinities, permutes half of them and writes them from there, in parts of one MiB: at most 1.5 times the CPU
-time of the copy, but 2 times for transposed values, which are gathered in memory; memory of at most 0.1.
+infinities, permutes half of them, and hands them in parts of one MiB to a thread that writes them: at most
+1.5 times the wall seconds of the copy where a second core is idle, 2.5 times the CPU seconds; memory of at
+most 0.1, though transposed values are gathered.
 """
 
 import argparse

@@ -72,6 +72,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 256, "n_ctx": 256}),
 }
 HAS_LATENTS = int(transformers.__version__.split(".")[0]) >= 5
+HAS_ROPE_PARAMETERS = HAS_LATENTS
+"""Whether a configuration takes ``rope_parameters``."""
 
 
 @functools.cache

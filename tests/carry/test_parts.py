@@ -1,5 +1,8 @@
 """Files are the same whatever the parts in which they are written."""
 
+import errno
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,33 @@ def test_files_do_not_depend_on_parts(tmp_path: Path, monkeypatch: pytest.Monkey
         assert files[elements][4] == files[elements][0]
         assert files[elements][7] == files[elements][5]
     assert files[1 << 19] == files[10 * 128]
+
+
+def test_a_file_that_cannot_be_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes finds the disk full at its third write: the caller hears it, no file is left."""
+    written, threads = os.pwrite, threading.active_count()
+    calls = iter(range(99))
+
+    def full(number: int, data: memoryview, at: int) -> int:
+        if next(calls) >= 2:
+            raise OSError(errno.ENOSPC, "no space")
+        return written(number, data, at)
+
+    monkeypatch.setattr("kvloom.carry.files.writing.os.pwrite", full)
+    with pytest.raises(OSError, match="no space"):
+        write_mlx(cache_of(23), tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+    assert threading.active_count() == threads
+
+
+def test_bytes_that_are_written_in_pieces_are_all_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a system does that takes fewer bytes than it was given."""
+    write_mlx(cache_of(23), tmp_path / "whole")
+    written = os.pwrite
+    monkeypatch.setattr(
+        "kvloom.carry.files.writing.os.pwrite", lambda number, data, at: written(number, data[:1000], at)
+    )
+    write_mlx(cache_of(23), tmp_path / "pieces")
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()

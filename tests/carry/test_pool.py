@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from carry.models import WINDOW, continued, prefilled, small, text
+from carry.models import HAS_ROPE_PARAMETERS, WINDOW, continued, prefilled, small, text
 
 from kvloom import KVPool
 from kvloom.carry import (
@@ -103,6 +103,7 @@ def test_nothing_is_found_of_what_is_refused() -> None:
             to_pool(cache, pool)
 
 
+@pytest.mark.skipif(not HAS_ROPE_PARAMETERS, reason="transformers 5 has rope_parameters")
 def test_a_text_with_frequencies_of_its_own_is_not_shared() -> None:
     """Keys of more tokens than a dynamic RoPE was trained for are not those of a shorter text's."""
     model = small("dynamic")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from carry.models import small, text
+from carry.models import HAS_ROPE_PARAMETERS, small, text
 from oracles.language_models import make_model
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
@@ -120,6 +120,7 @@ def test_what_cannot_be_read_or_written_is_named(
         exchange(store, str(tmp_path / "none" / "out.safetensors"), model, IDS, page_size=PAGE)
 
 
+@pytest.mark.skipif(not HAS_ROPE_PARAMETERS, reason="transformers 5 has rope_parameters")
 def test_a_file_of_a_long_text_is_not_found_for_a_short_one(tmp_path: Path) -> None:
     """Each length beyond the trained one has its own frequencies with dynamic RoPE, so keys of its own."""
     model, cache, tokens = small("dynamic"), DynamicCache(), text(40)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.files.bytes import Cursor, typed
-from kvloom.carry.files.writing import FileBehind, bytes_in
+from kvloom.carry.files.writing import FileBehind
 from kvloom.errors import ArgumentError
 
 DTYPES: Final = {
@@ -138,4 +138,4 @@ def write_tensors(
         for first, part in x.parts():
             row = prod(x.shape[-1:]) * part.itemsize
             width, stride = (row * (shape[-2] if len(shape) > 1 else 1) for shape in (part.shape, x.shape))
-            file.write_rows(at + first * row, bytes_in(part), width, stride)
+            file.write_rows(at + first * row, part, width, stride)

@@ -37,12 +37,16 @@ def write_tensor(file: Target, x: Tensor) -> None:
 
 
 class _Part(NamedTuple):
-    """Bytes that wait: rows of ``width``, each ``stride`` behind the one before, the first at ``at``."""
+    """Bytes that wait: rows of ``width``, each ``stride`` behind the one before, the first at ``at``.
+
+    ``room``: the memory that they are in, if it is the file's own.
+    """
 
     at: int
     data: memoryview
     width: int
     stride: int
+    room: Tensor | None
 
 
 class FileBehind:
@@ -58,6 +62,7 @@ class FileBehind:
     def __init__(self, number: int) -> None:
         self._number, self.end = number, 0
         self._parts, self._held = deque[_Part](), 0
+        self._rooms: list[Tensor] = []  # memory of what was written, for what is still to be
         self._changed, self._error = Condition(), None  # type: Condition, OSError | None
         self._is_ended = False
         self._thread = Thread(target=self._run, name="kvloom carry", daemon=True)
@@ -65,21 +70,44 @@ class FileBehind:
 
     def write(self, data: bytes | memoryview) -> None:
         """Write the next bytes; raises OSError if earlier ones could not be written."""
-        self.write_rows(self.end, memoryview(data), len(data), 0)
+        self._put(_Part(self.end, memoryview(data), len(data), 0, None))
         self.end += len(data)
 
-    def write_rows(self, at: int, data: memoryview, width: int, stride: int) -> None:
-        """Write rows of ``width`` bytes, each ``stride`` bytes behind the one before, the first at ``at``.
+    def write_rows(self, at: int, x: Tensor, width: int, stride: int) -> None:
+        """Write the bytes of a tensor, which nobody may change afterwards, as rows.
+
+        Args:
+            at: Where the first row begins.
+            x: The tensor, in the order of its axes.
+            width: Bytes of a row.
+            stride: Bytes from the begin of a row to that of the next.
 
         Raises:
             OSError: earlier bytes could not be written.
         """
+        room = None
+        if not x.is_contiguous():
+            room = self._room(x.nbytes)
+            x = room[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        self._put(_Part(at, bytes_in(x), width, stride, room))
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Memory that nothing is in, which need not be taken from the system again."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._held or self._held + len(data) <= _HELD)
+            while self._rooms:
+                if len(room := self._rooms.pop()) >= nbytes:
+                    return room
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _put(self, part: _Part) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error or not self._held or self._held + len(part.data) <= _HELD
+            )
             if self._error is not None:
                 raise self._error
-            self._parts.append(_Part(at, data, width, stride))
-            self._held += len(data)
+            self._parts.append(part)
+            self._held += len(part.data)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -105,6 +133,8 @@ class FileBehind:
                 self._error = error
             with self._changed:
                 self._held -= len(part.data)
+                if part.room is not None:
+                    self._rooms.append(part.room)
                 if self._error is not None:
                     self._parts.clear()
                     self._is_ended = True
