@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from carry.models import HAS_LATENTS, WINDOW, continued, prefilled, small, text
+from transformers import GPTJConfig, GPTJForCausalLM
 
 from kvloom import KVCache
 from kvloom.carry import from_cache, geometry_of, llama_state, read_llama, to_cache
@@ -151,3 +152,8 @@ def test_a_model_with_states_is_refused() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32)
     with pytest.raises(UnsupportedError, match=r"model must (keep|give) keys and values"):
         geometry_of(transformers.MambaForCausalLM(config))
+
+
+def test_turned_elements_are_those_of_models_without_frequencies() -> None:
+    config = GPTJConfig(n_embd=64, n_head=2, n_layer=2, n_positions=32, rotary_dim=8, vocab_size=9)
+    assert {x.rotary for x in geometry_of(GPTJForCausalLM(config)).layers} == {8}

@@ -51,6 +51,8 @@ def _layer(number: int, spec: LayerSpec, entries: Any, rotary: int, latents: boo
 def rotary_elements(model: Any) -> int:
     """Elements of a key that RoPE turns, by the frequencies of the part that generates text; 0 without any.
 
+    GPT-J and CodeGen keep sines of all positions in place of frequencies; their configurations say the number.
+
     Raises:
         ArgumentError: layers have several numbers.
     """
@@ -61,4 +63,4 @@ def rotary_elements(model: Any) -> int:
     found = {2 * x.numel() for name, x in buffers if name.rpartition(".")[2].endswith("inv_freq")}
     if len(found) > 1:
         raise ArgumentError(f"model must turn as many elements in all layers, got {sorted(found)}")
-    return found.pop() if found else 0
+    return found.pop() if found else int(getattr(text_config_of(model), "rotary_dim", None) or 0)
