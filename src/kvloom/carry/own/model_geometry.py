@@ -51,7 +51,7 @@ def _layer(number: int, spec: LayerSpec, entries: Any, rotary: int, latents: boo
 def rotary_elements(model: Any) -> int:
     """Elements of a key that RoPE turns, by the frequencies of the part that generates text; 0 without any.
 
-    GPT-J and CodeGen keep sines of all positions in place of frequencies; their configurations say the number.
+    GPT-J and CodeGen keep sines of positions in place of frequencies; their configurations say the number.
 
     Raises:
         ArgumentError: layers have several numbers.
