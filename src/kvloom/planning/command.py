@@ -88,7 +88,7 @@ def print_plans(args: argparse.Namespace) -> None:
             encoder_tokens=args.encoder_tokens,
             beams=args.beams,
         )
-        for kv in kinds
+        for kv in terminal.tracked(kinds, "kinds of caches")
     ]
     if args.json:
         json.dump([_as_json(x, memory) for x in plans], sys.stdout, indent=1)
