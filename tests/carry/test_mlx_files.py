@@ -196,6 +196,7 @@ def test_other_classes_and_fewer_layers_are_refused(tmp_path: Path) -> None:
 def test_what_mlx_cannot_hold_is_refused(tmp_path: Path) -> None:
     for options, said in (
         ({"kind": "float16"}, "must hold float32 without rounding, got float16"),
+        ({"kind": "int64"}, "kind must be float32, float16 or bfloat16, got 'int64'"),
         ({"bits": 8}, "bits must hold float32 without rounding, got 8"),
         ({"bits": 3, "rounding": True}, "bits must be of"),
         ({"version": "0.30"}, "version must be one of"),

@@ -15,16 +15,14 @@ from torch import Tensor
 from kvloom.carry.arrays import read_arrays
 from kvloom.carry.carried import CarriedCache, CarriedSide, expect_exact, own_tokens
 from kvloom.carry.files.bytes import Source, bytes_of
-from kvloom.carry.files.tensor_file import DTYPES, TensorToWrite, read_tensors, write_tensors
+from kvloom.carry.files.tensor_file import FLOAT_NAMES, TensorToWrite, read_tensors, write_tensors
 from kvloom.carry.files.writing import written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.core.entries import FLOATS
-from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError, UnsupportedError
 
 _IDS: Final = "input_ids"
-_NAMES: Final = {dtype_name(DTYPES[x]): x for x in ("F32", "F16", "BF16")}
 
 
 def read_array_file(
@@ -72,15 +70,15 @@ def write_array_file(
         )
     own = cache.kinds[0] if len(cache.kinds) == 1 else "float32"
     kind = kind or (own if own in FLOATS else "float32")
-    if kind not in _NAMES:
-        raise ArgumentError(f"kind must be one of {', '.join(_NAMES)}, got {kind!r}")
+    if kind not in FLOAT_NAMES:
+        raise ArgumentError(f"kind must be one of {', '.join(FLOAT_NAMES)}, got {kind!r}")
     expect_exact(cache, kind, rounding)
     tensors = {}
     for i, layer in enumerate(cache.layers):
         for name, side in layer.sides:
             shape = (1, side.heads, side.num_tokens, side.head_dim)
             make = partial(_parts, name, i, side, getattr(torch, kind))
-            tensors[f"past_key_values.{i}.{name[:-1]}"] = TensorToWrite(_NAMES[kind], shape, make)
+            tensors[f"past_key_values.{i}.{name[:-1]}"] = TensorToWrite(FLOAT_NAMES[kind], shape, make)
     if cache.tokens is not None:
         make_ids = partial(torch.tensor, [[*cache.tokens]], dtype=torch.int64)
         tensors = {_IDS: TensorToWrite.whole("I64", (1, cache.num_tokens), make_ids), **tensors}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvloom.carry.files.bytes import Cursor, typed
 from kvloom.carry.files.writing import FileBehind
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
 DTYPES: Final = {
@@ -22,6 +23,8 @@ DTYPES: Final = {
     "I64": torch.int64,
 }
 """Dtypes that are read, by their names in a file."""
+FLOAT_NAMES: Final = {dtype_name(DTYPES[name]): name for name in ("F32", "F16", "BF16")}
+"""Names in a file of float dtypes."""
 _ALIGNED: Final = 8
 
 

@@ -35,7 +35,7 @@ from kvloom.carry.carried import (
     part_of,
 )
 from kvloom.carry.files.bytes import Source, bytes_of
-from kvloom.carry.files.tensor_file import DTYPES, StoredTensor, read_tensors
+from kvloom.carry.files.tensor_file import DTYPES, FLOAT_NAMES, StoredTensor, read_tensors
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.carry.mlx.affine import BITS
 from kvloom.carry.rope_pairs import expect_pairs_named, to_halves
@@ -44,8 +44,8 @@ from kvloom.errors import ArgumentError, UnsupportedError
 
 TOKENS: Final = "kvloom_tokens"
 """Name of the metadata in which this library writes the ids of the tokens."""
+_FLOAT_NAMES: Final = (*FLOAT_NAMES.values(),)
 CODES, FLOATS, RING = "QuantizedKVCache", "KVCache", "RotatingKVCache"
-_FLOAT_NAMES: Final = ("F32", "F16", "BF16")
 
 
 def read_mlx(
@@ -142,7 +142,10 @@ class _PromptCache:
         kind, count = self._class(number), self.num_tokens(number)
         window, slots = None, slice(0, count)
         if kind == RING:
-            window, held = self._number(number, 2), self._tensor(f"{number}.0", _FLOAT_NAMES, 4).shape[2]
+            window, held = (
+                self._number(number, 2),
+                self._tensor(f"{number}.0", _FLOAT_NAMES, 4).shape[2],
+            )
             order = self._ring(number, held, count, window)
             sides = [self._floats(number, side, order, rotary) for side in (0, 1)]
             return CarriedLayer(sides[0], sides[1], window)

@@ -18,7 +18,7 @@ from kvloom.carry.carried import (
     expect_finite,
     floats_of,
 )
-from kvloom.carry.files.tensor_file import DTYPES, TensorToWrite, write_tensors
+from kvloom.carry.files.tensor_file import FLOAT_NAMES, TensorToWrite, write_tensors
 from kvloom.carry.files.writing import written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.mlx.affine import BITS, GROUPS, quantize
@@ -29,7 +29,6 @@ from kvloom.errors import ArgumentError, UnsupportedError
 
 VERSIONS: Final = ("0.32.2", "0.28.4")
 """Versions of mlx-lm whose files are written; neither reads the other's."""
-_NAMES: Final = {dtype_name(dtype): name for name, dtype in DTYPES.items() if name[0] != "U"}
 
 
 def write_mlx(
@@ -117,7 +116,7 @@ def _expect_carried(cache: CarriedCache, version: str) -> None:
 def _dtype(cache: CarriedCache, kind: str | None, keeps: bool) -> str:
     """Dtype of floats; that of the scales of codes that are kept follows from them."""
     if kind is not None:
-        if kind not in _NAMES or kind == "int32":
+        if kind not in FLOAT_NAMES:
             raise ArgumentError(f"kind must be float32, float16 or bfloat16, got {kind!r}")
         return kind
     if keeps or any(side.has_codes for x in cache.layers for _, side in x.sides):
@@ -175,14 +174,14 @@ class _Layer:
             if self.form != CODES:
                 shape = (1, side.heads, self._slots, side.head_dim)
                 parts = partial(self._floats, name, side)
-                found[f"{self.number}.{place}"] = TensorToWrite(_NAMES[self._dtype], shape, parts)
+                found[f"{self.number}.{place}"] = TensorToWrite(FLOAT_NAMES[self._dtype], shape, parts)
                 continue
             load = lru_cache(1)(partial(self._codes, name, side))  # of which three tensors are written
             bits, group, dtype = self._bits, self._group, self._dtype
             if self._first is not None:
                 bits, group = self._first.bits, self._first.group
                 dtype = dtype_name(self._first.scales.dtype)
-            widths = ("U32", side.head_dim * bits // 32), *((_NAMES[dtype], side.head_dim // group),) * 2
+            widths = ("U32", side.head_dim * bits // 32), *((FLOAT_NAMES[dtype], side.head_dim // group),) * 2
             for part, (stored, width) in enumerate(widths):
                 shape = (1, side.heads, side.num_tokens, width)
                 found[f"{self.number}.{place}.{part}"] = TensorToWrite.whole(

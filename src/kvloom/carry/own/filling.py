@@ -75,15 +75,15 @@ def _format_of(side: CarriedSide, name: str) -> str:
     return f"int8:g{vectors.group},rotate={rotate},smooth=none"
 
 
-def expect_holds(cache: CarriedCache, model: Any, name: str, text: str) -> None:
-    """Raise ArgumentError unless floats of a format hold what is carried, without rounding."""
+def expect_holds(cache: CarriedCache, model: Any, name: str, text: str, *, rounding: bool = False) -> None:
+    """Raise ArgumentError unless floats of a format hold what is carried, rounded only if asked for."""
     kind = parse_kind(name, text)
     if kind.bits:
         raise ArgumentError(
             f"{name} must hold {', '.join(cache.kinds)} without rounding, got {text}: rounding was not asked "
             f"for"
         )
-    expect_exact(cache, dtype_name(model.dtype) if kind.name == "auto" else kind.name, rounding=False)
+    expect_exact(cache, dtype_name(model.dtype) if kind.name == "auto" else kind.name, rounding)
 
 
 def _fill(made: KVCache, cache: CarriedCache, numbers: Sequence[int], model: Any, is_exact: bool) -> None:

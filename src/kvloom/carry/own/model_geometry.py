@@ -58,8 +58,6 @@ def rotary_elements(model: Any) -> int:
     """
     decoder = model.get_decoder()  # a tower of pictures has frequencies of its own
     buffers = (model if decoder is None else decoder).named_buffers()
-    decoder = model.get_decoder()  # a tower of pictures has frequencies of its own
-    buffers = (model if decoder is None else decoder).named_buffers()
     found = {2 * x.numel() for name, x in buffers if name.rpartition(".")[2].endswith("inv_freq")}
     if len(found) > 1:
         raise ArgumentError(f"model must turn as many elements in all layers, got {sorted(found)}")

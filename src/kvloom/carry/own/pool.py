@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from kvloom.carry.carried import CarriedCache, expect_exact
+from kvloom.carry.carried import CarriedCache
 from kvloom.carry.first_layer import expect_first_layer
 from kvloom.carry.geometry import expect_layers
-from kvloom.carry.own.filling import fill, formats_of
+from kvloom.carry.own.filling import expect_holds, fill, formats_of
 from kvloom.carry.own.kv_cache import from_cache
 from kvloom.carry.own.model_geometry import geometry_of
-from kvloom.core.specs import dtype_name
 from kvloom.core.spelling import parse_kind
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.cache.formats import cache_format
+from kvloom.integrations.transformers.exchange import known_prefix
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.pool.kv_pool import KVPool
 
@@ -33,12 +33,10 @@ def from_pool(pool: KVPool, tokens: Sequence[int], salt: str = "") -> CarriedCac
         UnsupportedError: as ``from_cache``.
     """
     ids = [*map(int, tokens)]
-    # A pool never finds the last token of a text: one is left to compute.
-    cache = pool.begin(torch.tensor([[*ids, 0]], device=pool.model.device), salt)
-    found = int(cache.get_seq_length())
-    if not found:
+    cache = known_prefix(pool, ids, salt)
+    if cache is None:
         raise ArgumentError("pool must have the first page of the text, has none of it")
-    return from_cache(cache, pool.model, ids[:found])
+    return from_cache(cache, pool.model, ids[: int(cache.get_seq_length())])
 
 
 def to_pool(
@@ -109,10 +107,10 @@ def _holds(kind: str, cache: CarriedCache, model: Any, rounding: bool) -> bool:
     dims = [side.head_dim for _, side in cache.layers[0].sides]
     if kind == cache_format(config, keys, 1, None, values, "auto", ()).kind(*dims):
         return True
-    sides = [] if kind == "plan" else [parse_kind("kv", x) for x in kind.split("/")]
-    if sides and not any(x.bits for x in sides):
+    sides = [] if kind == "plan" else kind.split("/")
+    if sides and not any(parse_kind("kv", x).bits for x in sides):
         for x in sides:
-            expect_exact(cache, dtype_name(model.dtype) if x.name == "auto" else x.name, rounding)
+            expect_holds(cache, model, "pool", x, rounding=rounding)
         return True
     if not rounding:
         raise ArgumentError(

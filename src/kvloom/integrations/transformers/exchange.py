@@ -19,6 +19,7 @@ from kvloom.integrations.transformers.cache.legacy import expect_pairs
 from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.integrations.transformers.pool.kv_pool import KVPool
+from kvloom.integrations.transformers.pool.origin import PoolCache
 from kvloom.store.backends import connect, store_url
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.store import KVStore
@@ -83,13 +84,19 @@ def _from_store(
     connect(store_url(store), _TIMEOUT, create=False)
     with KVStore(store_url(store), read="always", key=key) as opened:
         pool = KVPool.for_model(model, kv, page_size, max_tokens=len(tokens) + page_size, store=opened)
-        # A pool never finds the last token of a text: one is left to compute.
-        cache = pool.begin(torch.tensor([[*tokens, 0]], device=model.device), salt)
-    if not cache.get_seq_length():
+        cache = known_prefix(pool, tokens, salt)
+    if cache is None:
         raise ArgumentError(
             f"SOURCE must have the first page of the text for this model, got none in {store}"
         )
     return cache.to_legacy_cache()
+
+
+def known_prefix(pool: KVPool, tokens: Sequence[int], salt: str) -> PoolCache | None:
+    """A cache of the whole pages of a text that a pool or the store below it has; ``None`` without any."""
+    # A pool never finds the last token of a text: one is left to compute.
+    cache = pool.begin(torch.tensor([[*tokens, 0]], device=pool.model.device), salt)
+    return cache if cache.get_seq_length() else None
 
 
 def _to_store(
