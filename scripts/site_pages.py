@@ -4,7 +4,7 @@ import argparse
 import ast
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 ALSO: Final = {
     "kvloom.errors": None,
@@ -71,9 +71,16 @@ def _section(name: str, home: str) -> str:
 def command_page() -> str:
     """Markdown of every command: how it is called, and its options with their defaults."""
     from kvloom.cli import _parser
+    from kvloom.command_help import EXAMPLES, commands_of
 
+    parser = _parser()
     parts = ["# Command line\n\nMade from the parsers of `kvloom`, as `kvloom COMMAND --help` says it.\n"]
-    _describe(_parser(), "", parts)
+    parts.append(f"{_plain(parser.description or '')}\n")
+    parts += _options(parser)
+    for name, command, _ in commands_of(parser):
+        parts += [f"## {command.prog}\n", f"{_plain(command.description or '')}\n", *_options(command)]
+        if name in EXAMPLES:
+            parts.append(f"For example:\n\n```console\n{EXAMPLES[name]}\n```\n")
     return "\n".join(parts)
 
 
@@ -104,30 +111,20 @@ def _listed(tree: ast.Module) -> list[str]:
     return names
 
 
-def _describe(parser: argparse.ArgumentParser, said: str, parts: list[str]) -> None:
-    """Add a section for a command, and for each command below it."""
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """How a command is called, and what each of its arguments means, unless it only has other commands."""
     below = [x for x in parser._actions if isinstance(x, argparse._SubParsersAction)]
-    options = [
-        x for x in parser._actions if not isinstance(x, argparse._SubParsersAction | argparse._HelpAction)
-    ]
-    name = parser.prog
-    if name != "kvloom":
-        parts.append(f"## {name}\n")
-    if text := parser.description or said:
-        parts.append(f"{_plain(text)}\n")
-    if not below or options:
-        usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).strip()
-        parts.append(f"```console\n{usage}\n```\n")
-    if options:
-        rows = "\n".join(f"| {_named(x)} | {_meaning(x)} |" for x in options)
+    shown = [x for x in parser._actions if x not in below and x.help != argparse.SUPPRESS]
+    shown = [x for x in shown if not isinstance(x, argparse._HelpAction)]
+    if below and not shown:
+        return []
+    usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).strip()
+    parts = [f"```console\n{usage}\n```\n"]
+    if shown:
+        formatter = parser._get_formatter()
+        rows = "\n".join(f"| {_named(x)} | {_plain(formatter._expand_help(x))} |" for x in shown)
         parts.append(f"| argument | what it says |\n|---|---|\n{rows}\n")
-    if parser.epilog:
-        parts.append(f"For example:\n\n```console\n{parser.epilog.removeprefix('example: ')}\n```\n")
-    for action in below:
-        helps = {x.dest: x.help for x in action._choices_actions}
-        for command, child in action.choices.items():
-            if command in helps:  # one without help is gone, and says what took its place
-                _describe(child, helps[command] or "", parts)
+    return parts
 
 
 def _named(action: argparse.Action) -> str:
@@ -137,16 +134,6 @@ def _named(action: argparse.Action) -> str:
     value = " ".join(value) if isinstance(value, tuple) else value
     names = ", ".join(action.option_strings) or (action.metavar or action.dest)
     return f"`{names}{' ' + value if value and action.option_strings and action.nargs != 0 else ''}`"
-
-
-def _meaning(action: argparse.Action) -> str:
-    default: Any = action.default
-    known = {"default": default, "prog": "kvloom"}
-    text = _plain(
-        (action.help or "").replace("%%", "%") % known if "%(" in (action.help or "") else action.help or ""
-    )
-    is_said = default in (None, False, argparse.SUPPRESS, []) or "default" in text
-    return text if is_said else f"{text}{'; ' if text else ''}`{default}` if not said"
 
 
 def _plain(text: str) -> str:

@@ -189,8 +189,12 @@ def _parser() -> argparse.ArgumentParser:
 
     completed = commands.add_parser("completion", help="a script with which a shell completes this command")
     completed.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="the shell that reads it")
-    completed.set_defaults(run=lambda args: sys.stdout.write(completion(parser, args.shell)) and None)
+    completed.set_defaults(run=lambda args: _complete(parser, args.shell))
     return complete(parser)
+
+
+def _complete(parser: argparse.ArgumentParser, shell: str) -> None:
+    sys.stdout.write(completion(parser, shell))
 
 
 def _generate(args: argparse.Namespace) -> None:
