@@ -96,14 +96,13 @@ def enable(
 
 def _done(model: PreTrainedModel, cache: KVCache, kv: str) -> str:
     """A line that says what ``enable`` did."""
-    attention, found = text_config_of(model)._attn_implementation, cache.report()
-    halves = [found[half] for half in ("text", "encoder") if half in found] or [found]
-    smoothed = sum(len(half["smoothed"]) for half in halves)
-    kept = sum(isinstance(layer, KVCacheLayer) for layer in cache.layers)
+    attention = text_config_of(model)._attn_implementation
+    kept = [layer for layer in cache.layers if isinstance(layer, KVCacheLayer)]
+    smoothed = sum(layer.pages.format.smoothing is not None for layer in kept)
     where = "reads its pages in place" if attention == IMPLEMENTATION else f"stays {attention!r}"
     return (
-        f"{type(model).__name__} keeps kv={kv!r} in {kept} of {len(cache.layers)} layers, smoothed keys in "
-        f"{smoothed}; attention {where}"
+        f"{type(model).__name__} keeps kv={kv!r} in {len(kept)} of {len(cache.layers)} layers, smoothed keys "
+        f"in {smoothed}; attention {where}"
     )
 
 
