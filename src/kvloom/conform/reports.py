@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 from torch import Tensor
 
+from kvloom.conform.causes import Cause
 from kvloom.conform.describe import describe_tensor
 from kvloom.conform.judging import named
 from kvloom.conform.running import Outcome, Report
@@ -17,7 +18,7 @@ from kvloom.conform.vectors import VERSION
 from kvloom.terminal import bar
 
 _SHOWN = 5
-"""Maximum number of failures in the terminal."""
+"""Maximum number of failures, and of reasons, in the terminal."""
 _VALUES = 16
 _STYLE = Path(__file__).with_suffix(".css")
 
@@ -75,8 +76,8 @@ def print_report(report: Report) -> None:
             f"[bold]cause of {counted(report)}[/]: [yellow]{plain(report.cause.name)}[/]: "
             f"{plain(report.cause.text)}"
         )
-    elif any(outcome.difference is not None for outcome in report.failures):
-        console.print(plain(without_cause(report)))
+    elif said := without_cause(report):
+        console.print(plain(said))
     color = "green" if report.passed else "red"
     console.print(f"[bold {color}]{plain(report.dialect)}: {summary(report)}[/]")
 
@@ -94,7 +95,9 @@ def counted(report: Report) -> str:
 
 
 def without_cause(report: Report) -> str:
-    """Sentence for failures that no known mistake explains, with the nearest one."""
+    """Sentence for failures that no known mistake explains, with the nearest; empty if nothing differs."""
+    if all(outcome.difference is None for outcome in report.failures):
+        return ""
     if report.nearest is None:
         return "no known mistake explains a failure: `kvloom conform mistakes` lists them"
     total = len(report.failures)
@@ -158,10 +161,8 @@ def as_json(report: Report) -> str:
         "dialect": report.dialect,
         "target": report.target,
         **{status: report.count(status) for status in ("passed", "failed", "skipped")},
-        "cause": None if report.cause is None else {**report.cause._asdict(), "explains": report.explained},
-        "nearest": None
-        if report.nearest is None
-        else {**report.nearest._asdict(), "explains": report.nearest_explained},
+        "cause": _explaining(report.cause, report.explained),
+        "nearest": _explaining(report.nearest, report.nearest_explained),
         "reasons": report.reasons,
         "outcomes": [as_dict(outcome) for outcome in report.outcomes],
     }
@@ -199,6 +200,10 @@ def _plain(text: str) -> str:
     return "".join(c if c in "\n\t" or ord(c) >= 32 else "?" for c in text)
 
 
+def _explaining(cause: Cause | None, count: int) -> dict[str, Any] | None:
+    return None if cause is None else {**cause._asdict(), "explains": count}
+
+
 def as_html(report: Report) -> str:
     """HTML page of a report."""
     verdict = "passed" if report.passed else "failed" if report.failures else "skipped"
@@ -215,8 +220,8 @@ def as_html(report: Report) -> str:
             f'<div class="cause">Cause of {counted(report)}: '
             f"<b>{escape(report.cause.name)}</b><br>{escape(report.cause.text)}</div>"
         )
-    elif any(outcome.difference is not None for outcome in report.failures):
-        cause = f'<div class="cause">{escape(without_cause(report))}</div>'
+    elif said := without_cause(report):
+        cause = f'<div class="cause">{escape(said)}</div>'
     numbers = {outcome: number for number, outcome in enumerate(report.outcomes)}
     failures = "".join(
         _failure(outcome, numbers[outcome], is_open=place == 0)
