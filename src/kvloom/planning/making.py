@@ -71,7 +71,7 @@ def model_of(config: Any, *, sees: bool = False) -> Any:
     """
     options = {"attn_implementation": "eager", "dtype": _dtype_of(config)}
     config = copy.deepcopy(config)  # in which transformers writes how it attends
-    for part in (config, config.get_text_config(decoder=True)):
+    for part in _parts(config):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     if config.is_encoder_decoder:
@@ -96,9 +96,14 @@ def _class_named(config: Any) -> Any:
     return None
 
 
+def _parts(config: Any) -> tuple[Any, Any]:
+    """The configuration, and that of the part that generates text, which may say what the whole does not."""
+    return config, config.get_text_config(decoder=True)
+
+
 def section_of(config: Any) -> Mapping[str, Any] | None:
     """What a configuration says of its quantized weights; ``None`` if it has none."""
-    for x in (config, config.get_text_config(decoder=True)):
+    for x in _parts(config):
         found = getattr(x, "quantization_config", None)
         if found is not None:
             return found if isinstance(found, Mapping) else dict(found.to_dict())
@@ -110,7 +115,7 @@ def _dtype_of(config: Any) -> Any:
 
     Where none is said of a model with quantized weights, it computes in bfloat16, as transformers decides.
     """
-    for x in (config, config.get_text_config(decoder=True)):
+    for x in _parts(config):
         dtype = getattr(x, "dtype", None)
         if dtype is not None:
             return getattr(torch, dtype) if isinstance(dtype, str) else dtype
