@@ -29,7 +29,7 @@ from kvloom.integrations.transformers.pool.encoders import (
 )
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.pool.model import PoolModel
-from kvloom.integrations.transformers.pool.origin import PoolCache
+from kvloom.integrations.transformers.pool.origin import Origin, PoolCache
 from kvloom.integrations.transformers.pool.prefixes import PoolPrefixes, rows_of
 from kvloom.integrations.transformers.pool.remembered import PoolMemory
 from kvloom.integrations.transformers.pool.states import PADDED, PoolStates, states_for
@@ -283,9 +283,7 @@ class KVPool(Recorder):
         """
         model, prefixes = self._bound(), self._prefixes
         rows, begins = model.rows(input_ids, attention_mask)
-        cache = self._empty.fork()
-        cache.remembered.memory = model.memory
-        cache.origin = origin = model.origin(rows, salt, content)
+        cache, origin = self._fork(model, rows, salt, content)
         self._num_asked += sum(map(len, rows))
         if self._states is not None and any(begins):
             origin.refusal = PADDED
@@ -325,12 +323,19 @@ class KVPool(Recorder):
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=1)
         model = self._bound()
         rows, begins = model.rows(input_ids, None)
-        cache = self._empty.fork()
-        cache.remembered.memory = model.memory
-        cache.origin = origin = model.origin(rows, salt, None)
+        cache, origin = self._fork(model, rows, salt, None)
         self._prefixes.begin_with_none(cache, begins, model.states)
         origin.fed, origin.num_seen = FedTokens(input_ids, 0), input_ids.shape[1]
         return cache
+
+    def _fork(
+        self, model: PoolModel, rows: list[list[int]], salt: str, content: str | Sequence[str] | None
+    ) -> tuple[PoolCache, Origin]:
+        """An empty cache of this pool, and what its pages will be found by."""
+        cache = self._empty.fork()
+        cache.remembered.memory = model.memory
+        cache.origin = origin = model.origin(rows, salt, content)
+        return cache, origin
 
     def commit(self, cache: KVCache, input_ids: Tensor | None = None, salt: str | None = None) -> None:
         """Let later caches find the full pages of this one, under the salt and content with which it began.
