@@ -19,6 +19,15 @@ from published.cutting import cut, cut_ids
 
 TEXT_ALONE = {"llama4": "Llama4ForCausalLM", "gemma3n": "Gemma3nForCausalLM"}
 """Whose models of text and pictures do not run here: they lack a package, or fail without a picture."""
+UNPLANNED = {
+    "gemma-3n-E2B-it": "TimmWrapperModel requires the timm library",
+    "recurrentgemma-2b-it": "a model that keeps recurrent states in its cache",
+    "MiniMax-Text-01-hf": "MiniMax uses cache of its own",
+    "rwkv-4-169m-pile": "must work with a DynamicCache, got RwkvForCausalLM, which has a cache of its own",
+    "Llama-3.2-11B-Vision-Instruct": "got keys and values of pictures",
+    "openai-gpt": "must take a cache, which OpenAIGPTLMHeadModel does not",
+}
+"""Models that no cache of kvloom fits, or whose package is missing, and what is said of them."""
 SAID = Path(__file__).with_name("said")
 
 

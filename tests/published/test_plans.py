@@ -8,7 +8,7 @@ import campaign
 import pytest
 import torch
 from integrations.models.test_families import FAMILIES
-from published.folders import PUBLISHED, one_of_each
+from published.folders import PUBLISHED, UNPLANNED, one_of_each
 from transformers import CONFIG_MAPPING
 from transformers.quantizers import AutoHfQuantizer
 
@@ -20,15 +20,6 @@ from kvloom.planning.model import ModelShape
 from kvloom.planning.sections import bytes_by_section
 
 pytestmark = pytest.mark.model
-REFUSED = {
-    "gemma-3n-E2B-it": "TimmWrapperModel requires the timm library",
-    "recurrentgemma-2b-it": "a model that keeps recurrent states in its cache",
-    "MiniMax-Text-01-hf": "MiniMax uses cache of its own",
-    "rwkv-4-169m-pile": "must work with a DynamicCache, got RwkvForCausalLM, which has a cache of its own",
-    "Llama-3.2-11B-Vision-Instruct": "got keys and values of pictures",
-    "openai-gpt": "must take a cache, which OpenAIGPTLMHeadModel does not",
-}
-"""Models that no cache of kvloom fits, or whose package is missing, and what is said of them."""
 GIGABYTES = {
     "Llama-3.1-8B-Instruct": 16.06, "Mixtral-8x7B-Instruct-v0.1": 93.41, "gemma-3-27b-it": 54.86,
     "gpt-oss-20b": 13.76, "gpt-oss-120b": 65.25, "llama-3-8b-Instruct-bnb-4bit": 5.70,
@@ -50,8 +41,8 @@ def test_a_published_folder_is_planned_or_refused_by_name(name: str, tmp_path: P
         ):
             kvloom.plan(path)
         return
-    if name in REFUSED:
-        with pytest.raises(UnsupportedError, match=REFUSED[name]):
+    if name in UNPLANNED:
+        with pytest.raises(UnsupportedError, match=UNPLANNED[name]):
             kvloom.plan(path)
         return
     shape = ModelShape.of(read_config(path))
