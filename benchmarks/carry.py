@@ -37,7 +37,7 @@ from kvloom.carry import (
     write_llama,
     write_mlx,
 )
-from kvloom.carry.files import bytes as carried_bytes
+from kvloom.carry.files import writing
 
 LAYERS, HEADS, DIM = 32, 8, 128
 GEOMETRY = CacheGeometry.uniform(LAYERS, HEADS, DIM, "llama")
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    carried_bytes.os.fsync = lambda number: None  # type: ignore[attr-defined]  # a copy does not flush, either
+    writing.os.fsync = lambda number: None  # type: ignore[attr-defined]  # a copy does not flush, either
     folder = Path(tempfile.mkdtemp())
     source, target = folder / "source", folder / "target"
     side = CarriedSide.of(torch.randn(args.tokens, HEADS, DIM).half())
