@@ -306,23 +306,26 @@ class Pages:
         for table, first in zip(tables, accumulate(map(len, free), initial=0), strict=False):
             table.move(refs[first : first + table.num_pages])
 
+    def _enlarged(self, missing: int) -> int:
+        """Number of pages to have when ``missing`` more than there are is needed, before any limit."""
+        # Growing by a quarter wastes little, and each token moves about four times in all. Short texts
+        # double, or they would move at every page.
+        have, num_extents = self.pool.num_pages, max(self.pool.num_extents, 1)
+        wanted = have + max(have // 4, min(have, _DOUBLED // self.format.page_size * num_extents), missing)
+        return wanted if self.most is None else max(have + missing, min(wanted, self.most * num_extents))
+
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
         """Number of pages that the pool must have."""
-        size, limit, have = self.format.page_size, self.format.max_pages, self.pool.num_pages
+        limit, have = self.format.max_pages, self.pool.num_pages
         missing = growth.num_pages - self.pool.num_free - self.pool.num_evictable
         if missing <= 0:
             return have
-        # Growing by a quarter wastes little, and each token moves about four times in all. Short texts
-        # double, or they would move at every page.
-        doubled = min(have, _DOUBLED // size * max(self.pool.num_extents, 1))
-        wanted = have + max(have // 4, doubled, missing)
-        if self.most is not None:
-            wanted = max(have + missing, min(wanted, self.most * max(self.pool.num_extents, 1)))
+        wanted = self._enlarged(missing)
         if limit is None:
             return wanted
         if have + missing > limit:
             raise OutOfPages(
-                f"max_tokens must be at least {(have + missing) * size} to hold "
+                f"max_tokens must be at least {(have + missing) * self.format.page_size} to hold "
                 f"{counted(max(num_tokens), 'more token')} of {counted(len(num_tokens), 'sequence')}, "
                 f"got {self.format.max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
             )

@@ -39,7 +39,7 @@ class GrowingPages(Pages):
         return self.limit - self.pool.num_active
 
     def make_room(self, num_pages: int) -> None:
-        """Allocate for ``num_pages`` before findable pages are evicted: half as many again, or just these.
+        """Allocate for ``num_pages`` before findable pages are evicted: as ``Pages`` grows, or just these.
 
         Pages before their window are evicted before memory is allocated.
         """
@@ -50,7 +50,7 @@ class GrowingPages(Pages):
         if monotonic() < self._next_attempt:
             self._has_skipped = True
             return
-        for count in dict.fromkeys((min(room, max(short, have // 2, _FIRST)), min(room, short))):
+        for count in dict.fromkeys((min(room, max(self._enlarged(short) - have, _FIRST)), min(room, short))):
             try:
                 self._grow(have + count, 1)
             except (MemoryError, RuntimeError):
