@@ -164,10 +164,10 @@ test-upcoming: $(READY)
 	    tests/integrations tests/measuring
 
 # The site of the documentation in build/site, which is read without a server and a network: all links and names are
-# found, and its search answers what people ask.
+# found, its search answers what people ask, and notebooks put out what they are shown with.
 docs: $(READY) build/docs/.ready
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
-	KVLOOM_SITE=build/site $(BIN)/python -m pytest --quiet tests/site
+	KVLOOM_SITE=build/site build/docs/bin/python -m pytest --quiet tests/site
 	@echo "build/site/index.html"
 
 # Over what .venv has, which the page of commands needs.

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 ROOT: Final = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from site_pages import api_pages, command_page, decision_index  # noqa: E402
+from site_pages import api_pages, command_page, decision_index, notebook_page  # noqa: E402
 
 ELSEWHERE: Final = {
     "INVARIANTS.md": "reference/promises.md",
@@ -32,7 +32,13 @@ ELSEWHERE: Final = {
 }
 """Pages of the repository outside of docs, and what the site calls them."""
 
-_PLACES: Final = {page: place for place, page in ELSEWHERE.items()}
+NOTEBOOKS: Final = {
+    path.relative_to(ROOT).as_posix(): f"notebooks/{path.stem}.md"
+    for path in sorted(ROOT.glob("examples/*.ipynb"))
+}
+"""Notebooks, and what the site calls the pages that are made of them."""
+
+_PLACES: Final = {page: place for place, page in (ELSEWHERE | NOTEBOOKS).items()}
 _FENCED: Final = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"(!?)\[([^\]\[]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _BOOSTS: Final = (
@@ -60,6 +66,7 @@ def on_files(files: Any, config: Any) -> None:
     made = {f"reference/api/{name}.md": text for name, text in api_pages(ROOT / "src").items()}
     made["reference/commands.md"] = command_page()
     made["decisions/index.md"] = decision_index(ROOT / "docs" / "decisions")
+    made |= {page: notebook_page(ROOT / place) for place, page in NOTEBOOKS.items()}
     made |= {page: (ROOT / place).read_text(encoding="utf-8") for place, page in ELSEWHERE.items()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
@@ -88,7 +95,7 @@ def linked(text: str, here: str, pages: set[str]) -> str:
     def link(match: re.Match[str]) -> str:
         bang, words, target, anchor = match[1], match[2], match[3], match[4] or ""
         place = posixpath.normpath(posixpath.join(folder, target))
-        page = ELSEWHERE.get(place) or place.removeprefix("docs/")
+        page = (ELSEWHERE | NOTEBOOKS).get(place) or place.removeprefix("docs/")
         if place.startswith("benchmarks/results/"):
             page = place.replace("benchmarks/", "figures/", 1)
         if place == "docs/decisions":

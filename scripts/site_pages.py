@@ -1,7 +1,8 @@
-"""Pages of the reference that are made: of public names, of commands, and of decisions. Imports no torch."""
+"""Pages that are made: of public names, of commands, of decisions, and of notebooks. Imports no torch."""
 
 import argparse
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Final
@@ -91,6 +92,21 @@ def decision_index(folder: Path) -> str:
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         lines.append(f"* [{title}]({path.name})")
     return "# Decisions\n\nWhat would be asked about twice, and why it is so.\n\n" + "\n".join(lines) + "\n"
+
+
+def notebook_page(path: Path) -> str:
+    """Markdown of a notebook: its text, its code, and what that put out; tables and pictures as they are."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = {kind: "".join(text) for kind, text in output.get("data", {}).items()}
+            shown = data.get("image/svg+xml") or data.get("text/html")
+            text = "".join(output.get("text", ())) or data.get("text/plain", "")
+            parts.append(f"<div>{shown}</div>" if shown else f"```text\n{text.rstrip()}\n```")
+    where = f"This page is a notebook of the repository, `examples/{path.name}`, with what it put out."
+    return "\n\n".join([*parts, where]) + "\n"
 
 
 def _listed(tree: ast.Module) -> list[str]:

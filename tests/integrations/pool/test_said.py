@@ -17,6 +17,8 @@ def test_a_pool_says_what_it_holds_and_found() -> None:
             model(ids[:, int(cache.get_seq_length()) :], past_key_values=cache, use_cache=True)
             pool.commit(cache, ids)
         found = pool.report()
+        for shown in (pool, cache):
+            assert shown._repr_html_() == shown.report()._repr_html_()
         said = (
             f"{found['active']} pages held of {found['num_pages']}, {found['tokens_found']} tokens found of "
         )

@@ -40,7 +40,14 @@ def report_of(layers: Sequence[Any], num_rows: int, nbytes: int) -> TableReport:
     )
 
 
-class ReportedCache:
+class Shown:
+    """What a notebook shows as its ``report()``, a table."""
+
+    def _repr_html_(self: Any) -> str:
+        return self.report()._repr_html_()  # type: ignore[no-any-return]
+
+
+class ReportedCache(Shown):
     """What a cache says of itself: ``report()`` and ``repr``."""
 
     def report(self: Any) -> TableReport:

@@ -33,6 +33,7 @@ from kvloom.integrations.transformers.pool.origin import Origin, PoolCache
 from kvloom.integrations.transformers.pool.prefixes import PoolPrefixes, rows_of
 from kvloom.integrations.transformers.pool.remembered import PoolMemory
 from kvloom.integrations.transformers.pool.states import PADDED, PoolStates, states_for
+from kvloom.integrations.transformers.reports import Shown
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.paging import Miss
 from kvloom.terminal import TableReport
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("kvloom")
 
 
-class KVPool(Recorder):
+class KVPool(Recorder, Shown):
     """Pages of one size, in which a new cache finds the prefix that earlier caches computed.
 
     Sharing is exact, by the tokens themselves, in whole pages, and only within a salt. When all pages are
