@@ -43,14 +43,15 @@ _FENCED: Final = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"(!?)\[([^\]\[]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _BOOSTS: Final = (
     ("decisions/index.md", 1),
-    ("decisions/", 0.1),
+    ("decisions/", 0.05),
     ("figures/", 0.1),
     ("changelog.md", 0.2),
     ("architecture.md", 0.3),
-    ("reference/api/", 0.05),
-    ("troubleshooting.md", 2),
+    ("reference/promises.md", 0.3),
+    ("reference/api/", 0.01),
     ("faq.md", 2),
     ("comparison.md", 1.5),
+    ("contributing.md", 1.5),
     ("migration.md", 1.5),
 )
 """How much sooner a search finds a page than others; the first beginning that fits."""

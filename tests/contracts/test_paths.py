@@ -25,6 +25,7 @@ FOREIGN = {
         "prompt.safetensors",
         "prompt.txt",
     },
+    "docs/comparison.md": {"llama.cpp"},
     "docs/conformance.md": {"call.json", "call.safetensors", "result.safetensors"},
     "docs/decisions/0006-compiled-kernels-behind-the-stable-abi.md": {"Python.h", "torch/extension.h"},
     "docs/decisions/0028-keys-are-rotated.md": {"llama.cpp"},
