@@ -61,10 +61,23 @@ def cleaned(notebook: Any) -> Any:
         cell.id, cell.metadata = f"cell-{i}", {}
         if cell.cell_type == "code":
             cell.execution_count = next(numbers)
+            cell.outputs = joined(cell.outputs)
             for output in cell.outputs:
                 if "execution_count" in output:
                     output.execution_count = cell.execution_count
     return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Outputs with what was printed in one piece: how a kernel cuts it depends on how long it took."""
+    made: list[Any] = []
+    for output in outputs:
+        last = made[-1] if made else {}
+        if "stream" == output["output_type"] == last.get("output_type") and output["name"] == last["name"]:
+            last["text"] = "".join(last["text"]) + "".join(output["text"])
+        else:
+            made.append(output)
+    return made
 
 
 def differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:

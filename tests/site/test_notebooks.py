@@ -50,6 +50,17 @@ def test_words_and_whole_numbers_are_compared_exactly(before: str, after: str, i
     assert (SCRIPT["differences"](*notebooks) == []) is is_same
 
 
+def test_what_is_printed_is_one_output_however_long_it_took() -> None:
+    lines = [
+        {"output_type": "stream", "name": name, "text": text}
+        for name, text in (("stdout", "a"), ("stdout", "b"))
+    ]
+    other = {"output_type": "stream", "name": "stderr", "text": "c"}
+    shown = {"output_type": "display_data", "data": {}}
+    joined = SCRIPT["joined"]([*lines, other, shown, dict(other)])
+    assert [x.get("text") for x in joined] == ["ab", "c", None, "c"]
+
+
 @pytest.mark.process
 def test_notebooks_put_out_what_is_stored() -> None:
     pytest.importorskip("nbclient", reason="make docs installs what executes notebooks")
