@@ -2,7 +2,8 @@
 
 from typing import Any
 
-PEERS = ("sdpa", "flex_attention", "flashinfer")
+WHATS = ("decode", "append", "prefill", "chunk", "latents")
+PEERS = ("sdpa", "in_place", "flex_attention", "flashinfer")
 HEAD = ("model", "cache", "batch", "context", "us", "of copy bandwidth", "TFLOP/s", "bf16 / this", *PEERS)
 
 
@@ -11,10 +12,15 @@ def page(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Figures on a GPU",
         "",
-        "Made by `make bench-gpu`. Times are of CUDA graphs over memory that no cache holds. `bf16 / this`",
-        "is the time of our own bf16 cache over that of the row; peers are their time over ours, above 1",
-        "where ours is shorter. FlashInfer has a figure where it is installed.",
+        "Made by `make bench-gpu`. Times are of CUDA graphs over memory that no cache holds, those of",
+        "prompts and chunks of queued calls. `bf16 / this` is the time of our own bf16 cache over that of",
+        "the row; peers are their time over ours, above 1 where ours is shorter. `in_place` is our kernel",
+        "that reads pages; rows of `prefill` without it are of that kernel, from before prompts were",
+        "gathered for torch's attention. FlashInfer has a figure where it is installed.",
     ]
+    measured = {row["what"] for result in results for row in result["rows"]}
+    if missing := [what for what in WHATS if what not in measured]:
+        lines += ["", f"No device has measured these yet: {', '.join(missing)}."]
     for result in results:
         lines += ["", *_of_device(result)]
     return "\n".join(lines) + "\n"
@@ -29,7 +35,7 @@ def _of_device(result: dict[str, Any]) -> list[str]:
         "",
         f"{versions}. It copies {speed}, read and written. Checks before: {checks}.",
     ]
-    for what in ("decode", "append", "prefill", "latents"):
+    for what in WHATS:
         rows = [row for row in result["rows"] if row["what"] == what]
         if rows:
             lines += ["", f"### {what}", "", _line(HEAD), _line(["---"] * len(HEAD))]

@@ -286,7 +286,7 @@ def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
 def test_gpu_lists_what_it_would_measure(quick: Callable[..., Any]) -> None:
     cases = quick("gpu", "--list")["cases"]
     kinds = ("bf16", "int8 g64", "int4 g64")
-    expected = {(what, kind) for what in ("decode", "append", "prefill") for kind in kinds}
+    expected = {(what, kind) for what in ("decode", "append", "prefill", "chunk") for kind in kinds}
     assert {(x["what"], x["kind"]) for x in cases} == expected | {("latents", "bf16")}
     assert {x["what"] for x in quick("gpu", "--list", "append", "latents")["cases"]} == {"append", "latents"}
 
@@ -296,7 +296,8 @@ def test_gpu_measures_nothing_that_it_does_not_know(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         quick("gpu", "--list", "append", "decod")
-    expected = "expected what is measured, some of ['append', 'decode', 'latents', 'prefill'], got ['decod']"
+    known = ["append", "chunk", "decode", "latents", "prefill"]
+    expected = f"expected what is measured, some of {known}, got ['decod']"
     assert expected in capsys.readouterr().err
 
 
@@ -325,10 +326,11 @@ def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> 
         "checks": {},
     }
     text = page([{**about, "rows": rows}])
-    assert "| m | bf16 | 8 | 512 | 40.0 | 87% | 12.3 | 1.00 | 1.50 |  |  |" in text
-    assert "| m | int8 g64 | 8 | 512 | 20.0 | 87% | 12.3 | 2.00 |  |  |  |" in text
+    assert "| m | bf16 | 8 | 512 | 40.0 | 87% | 12.3 | 1.00 | 1.50 |  |  |  |" in text
+    assert "| m | int8 g64 | 8 | 512 | 20.0 | 87% | 12.3 | 2.00 |  |  |  |  |" in text
     assert "## d, 2026" in text
     assert "### append" in text
+    assert "No device has measured these yet: prefill, chunk, latents." in text
     assert text.endswith("flashinfer did not run everywhere: no such page.\n")
     assert "### prefill" not in text
 
