@@ -323,9 +323,9 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	.venv-vllm/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# Rewrites benchmarks/gpu_results.md; needs a CUDA device.
+# Rewrites benchmarks/gpu_results.md; needs a CUDA device. ARGS=model: steps and sessions of a whole model, in 200 s.
 bench-gpu: $(WITH_TRITON)
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/$(if $(filter model,$(ARGS)),gpu_model.py $(filter-out model,$(ARGS)),gpu.py $(ARGS))
 
 # Rewrites benchmarks/vllm_results.md; ARGS='attend' only that section.
 bench-vllm: $(READY) .venv-vllm/.ready

@@ -1,4 +1,4 @@
-"""Cases of ``gpu.py``: a decode step, an append and a prefill of one layer, and peers doing the same."""
+"""Cases of ``gpu.py``: decode steps, appends, prompts and chunks of one layer, and peers doing the same."""
 
 import math
 from collections.abc import Callable
@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, ops
+from kvloom.ops import Counts
 
 HEADS, HEAD_DIM, PAGE = 8, 128, 16
 MODELS = {"Llama-3-8B": 4, "Llama-3-70B": 8}
@@ -21,6 +23,9 @@ KINDS = {"bf16": None, "int8 g64": QuantSpec(8, 64), "int4 g64": QuantSpec(4, 64
 MOST_TOKENS = 1 << 20
 """Tokens of all sequences of a decode step: 4 GiB of bfloat16."""
 
+CHUNK = 512
+"""New tokens of a chunk, behind those that a case has stored."""
+
 COLD = 256 << 20
 """Bytes between two uses of the same memory, several times what a cache of the device holds."""
 
@@ -28,7 +33,7 @@ Call = Callable[[int], object]
 
 
 class Case(NamedTuple):
-    """A figure: ``what`` is decode, append, prefill or latents, which are decoded."""
+    """A figure: ``what`` is decode, append, prefill, chunk or latents, which are decoded."""
 
     what: str
     model: str
@@ -38,12 +43,16 @@ class Case(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Calls that do the same, the bytes and operations they take, and over how many memories they turn."""
+    """Calls that do the same, the bytes and operations they take, and over how many memories they turn.
+
+    Prompts are in no graph: which kernel is best follows from sizes, which a graph may be replayed without.
+    """
 
     contenders: dict[str, Call]
     num_bytes: int
     flops: int
     turns: int
+    in_graph: bool = True
 
 
 def cases(*, quick: bool) -> list[Case]:
@@ -51,7 +60,7 @@ def cases(*, quick: bool) -> list[Case]:
     if quick:
         return [
             Case(what, "Llama-3-8B", kind, 2, 512)
-            for what in ("decode", "append", "prefill")
+            for what in ("decode", "append", "prefill", "chunk")
             for kind in KINDS
         ] + [Case("latents", model, "bf16", 2, 512) for model in LATENTS]
     decode = [
@@ -69,13 +78,18 @@ def cases(*, quick: bool) -> list[Case]:
         for kind in KINDS
         for batch, context in ((1, 2048), (1, 8192), (4, 4096))
     ]
+    chunk = [
+        Case("chunk", "Llama-3-8B", kind, batch, context)
+        for kind in KINDS
+        for batch, context in ((1, 8192), (1, 32768))
+    ]
     latents = [
         Case("latents", model, kind, batch, 8192)
         for model in LATENTS
         for kind in ("bf16", "int8 g64")
         for batch in (1, 64)
     ]
-    return decode + append + prefill + latents
+    return decode + append + prefill + chunk + latents
 
 
 def prepare(case: Case, *, peers: bool = True, cold: int = COLD) -> Work:
@@ -126,24 +140,31 @@ def _append(case: Case, cold: int) -> Work:
 
 
 def _attention(case: Case, peers: bool, cold: int) -> Work:
-    rows, context, ratio = case.batch, case.context, MODELS[case.model]
-    new = 1 if case.what == "decode" else context
+    rows, ratio = case.batch, MODELS[case.model]
+    new = {"decode": 1, "prefill": case.context}.get(case.what, CHUNK)
+    context = case.context + (CHUNK if case.what == "chunk" else 0)
     views, stored = _caches(case, rows * context, cold)
     query = torch.randn(rows * new, HEADS * ratio, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     pages, batch = _batch(rows, new, context)
     contenders: dict[str, Call] = {"kvloom": lambda i: ops.attend(query, views[i], batch)}
-    if peers and case.kind == "bf16":
-        contenders |= _dense_peers(case, query, new, views, len(views))
+    if new > 1:
+        contenders["in_place"] = lambda i: ops.attend(query, views[i], batch, backend="triton")
+    if peers and (case.kind == "bf16" or new > 1):
+        contenders |= _dense_peers(case, query, new, context, len(views))
+    if peers and case.kind == "bf16" and case.what != "chunk":
         contenders |= _paged_peers(case, query, new, views, pages)
-    pairs = rows * (context if new == 1 else context * (context + 1) // 2)
-    return Work(contenders, stored + 2 * query.nbytes, 4 * pairs * HEADS * ratio * HEAD_DIM, len(views))
+    pairs = rows * (new * (context - new) + new * (new + 1) // 2)
+    flops = 4 * pairs * HEADS * ratio * HEAD_DIM
+    return Work(contenders, stored + 2 * query.nbytes, flops, len(views), in_graph=new == 1)
 
 
 def _batch(rows: int, new: int, context: int) -> tuple[Tensor, Batch]:
     """Pages at random, and the batch."""
     pages = torch.randperm(rows * context // PAGE, device="cuda").view(rows, -1)
     starts = torch.arange(rows + 1, device="cuda")
-    return pages, Batch(CacheIndex.pages(pages * PAGE, PAGE), starts * new, starts * context)
+    counts = Counts((new,) * rows, (context,) * rows) if new > 1 else None
+    index = CacheIndex.pages(pages * PAGE, PAGE)
+    return pages, Batch(index, starts * new, starts * context, counts=counts)
 
 
 def _latents(case: Case, cold: int) -> Work:
@@ -163,16 +184,17 @@ def _latents(case: Case, cold: int) -> Work:
     return Work(contenders, read, 2 * tokens * heads * (2 * RANK + ROPE), len(views))
 
 
-def _dense_peers(case: Case, query: Tensor, new: int, views: list[KVView], turns: int) -> dict[str, Call]:
-    """torch's attention over contiguous keys and values, in the same number of memories."""
-    shape = (case.batch, HEADS, case.context, HEAD_DIM)
+def _dense_peers(case: Case, query: Tensor, new: int, context: int, turns: int) -> dict[str, Call]:
+    """torch's attention over contiguous keys and values in bfloat16, in the same number of memories."""
+    shape = (case.batch, HEADS, context, HEAD_DIM)
     if 2 * turns * math.prod(shape) * 2 > 48 << 30:
         return {}
     keys, values = torch.randn(2, turns, *shape, dtype=torch.bfloat16, device="cuda")
     q = query.view(case.batch, new, -1, HEAD_DIM).transpose(1, 2)
     rows = q.reshape(case.batch, HEADS, -1, HEAD_DIM) if new == 1 else q
-
-    how = {"is_causal": new > 1, "enable_gqa": new > 1}
+    how: dict[str, Any] = {}
+    if new > 1:
+        how = {"attn_mask": causal_lower_right(new, context), "enable_gqa": True}
     return {"sdpa": lambda i: scaled_dot_product_attention(rows, keys[i], values[i], **how)}
 
 

@@ -286,7 +286,7 @@ def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
 def test_gpu_lists_what_it_would_measure(quick: Callable[..., Any]) -> None:
     cases = quick("gpu", "--list")["cases"]
     kinds = ("bf16", "int8 g64", "int4 g64")
-    expected = {(what, kind) for what in ("decode", "append", "prefill") for kind in kinds}
+    expected = {(what, kind) for what in ("decode", "append", "prefill", "chunk") for kind in kinds}
     assert {(x["what"], x["kind"]) for x in cases} == expected | {("latents", "bf16")}
     assert {x["what"] for x in quick("gpu", "--list", "append", "latents")["cases"]} == {"append", "latents"}
 
@@ -296,7 +296,8 @@ def test_gpu_measures_nothing_that_it_does_not_know(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         quick("gpu", "--list", "append", "decod")
-    expected = "expected what is measured, some of ['append', 'decode', 'latents', 'prefill'], got ['decod']"
+    known = ["append", "chunk", "decode", "latents", "prefill"]
+    expected = f"expected what is measured, some of {known}, got ['decod']"
     assert expected in capsys.readouterr().err
 
 
@@ -305,6 +306,21 @@ def test_gpu_measures_nothing_that_it_does_not_know(
 def test_no_figure_is_taken_without_a_device(quick: Callable[..., Any], name: str) -> None:
     with pytest.raises(SystemExit, match="no figure was taken"):
         quick(name)
+
+
+@pytest.mark.compile
+def test_a_whole_model_has_a_row_for_each_cache(quick: Callable[..., Any]) -> None:
+    torch.set_num_threads(1)
+    rows = quick("gpu_model", "step", "graph")["rows"]
+    assert {(x["what"], x["kind"]) for x in rows} == {
+        *(("step", kind) for kind in ("DynamicCache", "auto", "int8", "int4")),
+        *(("graph", kind) for kind in ("StaticCache", "auto", "int8")),
+    }
+    assert all(x["ms"] > 0 for x in rows)
+    stock = ("DynamicCache", "StaticCache")
+    assert [x["kind"] in stock for x in rows] == ["ratio" not in x for x in rows]
+    late = quick("gpu_model", "--seconds", "0", "shared")["rows"]
+    assert [x["why_not"] for x in late] == ["no time was left"] * 2
 
 
 def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,12 +341,28 @@ def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> 
         "checks": {},
     }
     text = page([{**about, "rows": rows}])
-    assert "| m | bf16 | 8 | 512 | 40.0 | 87% | 12.3 | 1.00 | 1.50 |  |  |" in text
-    assert "| m | int8 g64 | 8 | 512 | 20.0 | 87% | 12.3 | 2.00 |  |  |  |" in text
+    assert "| m | bf16 | 8 | 512 | 40.0 | 87% | 12.3 | 1.00 | 1.50 |  |  |  |" in text
+    assert "| m | int8 g64 | 8 | 512 | 20.0 | 87% | 12.3 | 2.00 |  |  |  |  |" in text
     assert "## d, 2026" in text
     assert "### append" in text
+    assert (
+        "No device has measured these yet: prefill, chunk, latents, steps of a whole model, steps in" in text
+    )
     assert text.endswith("flashinfer did not run everywhere: no such page.\n")
     assert "### prefill" not in text
+    of_model = {
+        "what": "step",
+        "kind": "int8",
+        "batch": 8,
+        "context": 2048,
+        "ms": 7.5,
+        "ratio": 0.7,
+        "peak": 0.6,
+    }
+    late = {"what": "graph", "kind": "auto", "batch": 1, "context": 32, "why_not": "no time was left"}
+    text = page([{"device": "d", "torch": "t", "date": "2026", "checks": {}, "rows": [of_model, late]}])
+    assert "| int8 | 8 | 2048 | 7.500 | 0.70 | 0.60 |" in text
+    assert "| auto | 1 | 32 | no time was left |  |  |" in text
 
 
 def test_figures_of_a_gpu_replace_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

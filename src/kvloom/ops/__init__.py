@@ -7,7 +7,7 @@ from kvloom.ops.invariance import BatchInvariance
 from kvloom.ops.offsets import KeyOffset
 from kvloom.ops.parts import AttendedPart, attend_part
 from kvloom.ops.rotation import rotate
-from kvloom.ops.scores import Batch, PositionalBias, Scores
+from kvloom.ops.scores import Batch, Counts, PositionalBias, Scores
 from kvloom.ops.smoothing import KeySmoothing
 
 Part = AttendedPart
@@ -17,6 +17,7 @@ __all__ = [
     "AttendedPart",
     "Batch",
     "BatchInvariance",
+    "Counts",
     "KeyOffset",
     "KeySmoothing",
     "Part",

@@ -35,6 +35,7 @@ from kvloom.ops.expect import (
     expect_writable_view,
     loaded_bytes,
 )
+from kvloom.ops.gathered import attention as gathered
 from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
 from kvloom.ops.plain import COMPILED, load_plain, store_plain
 from kvloom.ops.scores import CAUSAL, Batch, Scores
@@ -281,6 +282,11 @@ def attend(
     reference. Sums are float32, in partial results of 512 stored tokens each, which are summed in float32,
     too.
 
+    On CUDA, sequences of many new tokens whose numbers ``batch.counts`` has are computed by torch's attention
+    over keys and values that are gathered for the call, if that has what ``scores`` ask for. Then a hidden
+    value of a new token that is NaN makes rows before it NaN, and bits are torch's, which may depend on the
+    batch.
+
     Args:
         query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.
         kv: Keys and values, dequantized to the dtype of ``query``.
@@ -305,7 +311,9 @@ def attend(
     """
     if is_latent:
         kv, is_latent = latent_view(kv)
-    plain = plain_arguments(query, kv, batch, scores, out) if backend in COMPILED else None
+    may_gather = backend == "auto" and batch.counts is not None and kv.device.type in gathered.DEVICES
+    is_compiled = backend in COMPILED and not may_gather
+    plain = plain_arguments(query, kv, batch, scores, out) if is_compiled else None
     if plain is not None and is_latent and out is None and scores.positional_bias is None:
         try:
             found: Tensor = schemas.attend_latent(*plain)
@@ -327,10 +335,13 @@ def attend(
             pass  # the checks in Python have the better message
     sizes = expect_attend(query, kv, batch, scores, is_latent)
     bias = bias_arguments(scores)
-    arguments = (*attend_arguments(query, kv, batch, scores, query.shape[2]), *bias)
     overload = "attend.latent" if is_latent else "attend.biased" if bias else "attend"
+    arguments = (*attend_arguments(query, kv, batch, scores, query.shape[2]), *bias)
+    call: tuple[Any, ...] = run, backend, overload, kv.device, *arguments
+    if may_gather and gathered.is_gathered(query, kv, batch, scores, is_latent):
+        call = gathered.attend_plain, query, kv, batch, scores
     if out is None:
-        result: Tensor = schemas.without_gradient("attend", run, backend, overload, kv.device, *arguments)
+        result: Tensor = schemas.without_gradient("attend", *call)
         return result
     expect("out", out, "Tq Hq Dv", dtype=(query.dtype,), device=kv.device,
            **{name: sizes[name] for name in ("Tq", "Hq", "Dv")})  # fmt: skip
@@ -344,4 +355,4 @@ def attend(
                     *zip(OF_BIAS, bias, strict=False)):  # fmt: skip
         if x is not None:
             expect_disjoint("out", out, name, x)
-    return out.copy_(run(backend, overload, kv.device, *arguments))
+    return out.copy_(call[0](*call[1:]))

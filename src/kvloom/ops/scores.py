@@ -1,7 +1,7 @@
 """Description of an attention call: new and stored tokens of a batch, and the formula of their scores."""
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -9,6 +9,25 @@ from kvloom.core.indexing import CacheIndex
 
 MAX_PAIRS: Final = 64
 """Maximum number of cosines of a positional bias, and of sines."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counts:
+    """Numbers of tokens of the sequences of one ``Batch``, on the host, as FlashAttention's ``max_seqlen_k``.
+
+    Where they are known, a prompt on a GPU can be computed over keys that are gathered for it.
+
+    Attributes:
+        new: Number of new tokens of each sequence.
+        stored: Number of its stored tokens, the new ones included.
+        first: Number of its stored tokens that are hidden in front, as ``first_visible``; ``None`` for 0.
+    """
+
+    new: tuple[int, ...]
+    stored: tuple[int, ...]
+    first: tuple[int, ...] | None = None
+    # What follows from them for the batch's index, once for all layers.
+    plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +41,7 @@ class Batch:
         decoding_batches: Number of sequences at the front that get no causal mask.
         first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, such as
             left padding or evicted tokens; ``None`` for 0.
+        counts: The same numbers on the host; ``None`` if they are on the device alone.
     """
 
     index: CacheIndex
@@ -29,6 +49,7 @@ class Batch:
     kvstarts: Tensor
     decoding_batches: int = 0
     first_visible: Tensor | None = None
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,7 +68,14 @@ def store_beyond_window(
     origins = (token - base).squeeze(1)
     begins = -token.clamp(max=0).squeeze(1) if max(sequences.begins) > start else None
     lengths, position = origins + end - first, base.squeeze(1)
-    return step, TokenIndex(index, lengths, end - first, origins, begins=begins, first_position=position)
+    spans = None
+    if begins is None:
+        counted = [(first - begin) - min(max(first - begin, 0), start - begin) // PARTIAL * PARTIAL
+                   for begin in sequences.begins]  # fmt: skip
+        spans = tuple((origin, origin + end - first, 0) for origin in counted)
+    return step, TokenIndex(
+        index, lengths, end - first, origins, begins=begins, first_position=position, spans=spans
+    )
 
 
 def store_newest(

@@ -62,5 +62,9 @@ class Step:
             if any(begins):
                 bases = torch.tensor(begins, device=device)
                 ends, own = ends - bases, position - bases[sequence]
-            batch = ops.Batch(index, seqstarts, prefix_sums(ends))
+            counts = None
+            if self.num_tokens > len(lengths):  # more than a decoding step
+                held_now = [sum(both) - begin for both, begin in zip(lengths, begins, strict=True)]
+                counts = ops.Counts(tuple(count for _, count in lengths), tuple(held_now))
+            batch = ops.Batch(index, seqstarts, prefix_sums(ends), counts=counts)
             self.groups.append(GroupStep(index.slots(sequence, own), batch, bases))

@@ -44,6 +44,8 @@ class TokenIndex:
             fill the columns before it: in a sequence that begins among the new tokens, for example.
         first_position: ``[B]`` int64, position in its text of token 0 of each sequence of the index; negative
             if the sequence begins after it; ``None`` for 0.
+        spans: ``origins``, ``lengths`` and ``begins`` of each sequence on the host; ``None`` if they are not
+            known there.
     """
 
     index: CacheIndex
@@ -53,9 +55,11 @@ class TokenIndex:
     kvstarts: Tensor | None = None
     begins: Tensor | None = None
     first_position: Tensor | None = None
+    spans: tuple[tuple[int, int, int], ...] | None = None
     # Computed once for all layers. Not by ``cached_property``, which takes a lock, and that does not compile.
     _slots: Tensor | None = field(default=None, init=False, repr=False)
     _batches: dict[int, ops.Batch] = field(default_factory=dict, init=False, repr=False)
+    _hidden: tuple[int, Tensor | None, ops.Batch] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(
@@ -86,6 +90,7 @@ class TokenIndex:
             kvstarts=both.narrow(0, rows, rows + 1),
             begins=None if begins is None else torch.tensor(begins, device=device),
             first_position=torch.tensor(positions, device=device) if any(positions) else None,
+            spans=tuple(zip(origins, counts, begins or [0] * rows, strict=True)),
         )
 
     def longer(self, *, is_sliding: bool) -> "TokenIndex":
@@ -117,6 +122,7 @@ class TokenIndex:
             lengths,
             self.num_columns,
             begins=begins,
+            spans=None if begins is not None else ((0, self.num_columns, 0),) * len(lengths),
         )
 
     @property
@@ -140,20 +146,52 @@ class TokenIndex:
             slots = torch.where(column + self.origins.unsqueeze(1) < 0, -1, slots)
         return slots if self.begins is None else torch.where(column < self.begins.unsqueeze(1), -1, slots)
 
-    def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
-        """Batch with the last ``num_new`` tokens as queries; columns before ``first`` ``[B]`` are hidden."""
+    def batch(
+        self, num_new: int, first: Tensor | None = None, firsts: Sequence[int] | None = None
+    ) -> ops.Batch:
+        """Batch with the last ``num_new`` tokens as queries.
+
+        Args:
+            num_new: As above.
+            first: ``[B]``, columns before this one are hidden.
+            firsts: The same on the host; ``None`` if they are not known there.
+        """
         if num_new not in self._batches:
             seqstarts = torch.arange(len(self.lengths) + 1, device=self.lengths.device)
             if num_new != 1:
                 seqstarts *= num_new
             kvstarts = prefix_sums(self.lengths) if self.kvstarts is None else self.kvstarts
-            self._batches[num_new] = ops.Batch(self.index, seqstarts, kvstarts, first_visible=self.origins)
+            counts = self._counts(num_new, None if self.origins is None else [0] * len(self.lengths))
+            self._batches[num_new] = ops.Batch(
+                self.index, seqstarts, kvstarts, first_visible=self.origins, counts=counts
+            )
         batch = self._batches[num_new]
-        if self.begins is not None:
-            first = self.begins if first is None else torch.maximum(first, self.begins)
-        if first is None:
+        if first is None and self.begins is None:
             return batch
-        return replace(batch, first_visible=first if self.origins is None else first + self.origins)
+        last = self._hidden  # all layers of a forward hide the same columns
+        if last is not None and last[0] == num_new and last[1] is first:
+            return last[2]
+        hidden = self.begins if first is None else first
+        if first is not None and self.begins is not None:
+            hidden = torch.maximum(first, self.begins)
+        counts = None
+        if first is None or firsts is not None:
+            counts = self._counts(num_new, firsts or [0] * len(self.lengths))
+        if hidden is not None and self.origins is not None:
+            hidden = hidden + self.origins
+        found = replace(batch, first_visible=hidden, counts=counts)
+        self._hidden = num_new, first, found
+        return found
+
+    def _counts(self, num_new: int, firsts: Sequence[int] | None) -> ops.Counts | None:
+        """Numbers of tokens of ``batch`` for prompts and their chunks, columns before ``firsts`` hidden."""
+        if self.spans is None or num_new == 1:
+            return None
+        hidden = None
+        if firsts is not None:
+            spans = zip(firsts, self.spans, strict=True)
+            hidden = tuple(max(max(n, begin) + origin, 0) for n, (origin, _, begin) in spans)
+        return ops.Counts((num_new,) * len(self.spans), tuple(end for _, end, _ in self.spans), hidden)
 
     def row(self, b: int) -> "TokenIndex":
         """Sequence b alone."""

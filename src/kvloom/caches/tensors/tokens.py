@@ -5,7 +5,7 @@ head dims. A column is one token of every sequence, as in ``[B, H, N, D]``. Sequ
 a shorter one has empty columns in front.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tensors.token_index import TokenIndex
-from kvloom.caches.tensors.transform import Transform, stored_by
+from kvloom.caches.tensors.transform import Transform, attend, stored_by
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 
@@ -132,6 +132,7 @@ class Tokens:
         *,
         first: Tensor | None = None,
         mask: Tensor | None = None,
+        firsts: Sequence[int] | None = None,
     ) -> Tensor:
         """Attention of the last Q columns over all of them, reading the cache in place.
 
@@ -141,6 +142,7 @@ class Tokens:
             first: ``[B]``, the first visible column of each sequence; all if ``None``.
             mask: ``[B or 1, Hq or 1, Q, N]``, bool (true is visible) or added to the scores. It replaces the
                 window, too.
+            firsts: ``first`` on the host; ``None`` if it is not known there.
 
         Returns:
             ``[B, Q, Hq, Dv]``.
@@ -155,7 +157,7 @@ class Tokens:
             scores = replace(scores, mask=_shifted(block, self.index.origins))
         elif self.window is not None:
             scores = replace(scores, window=self.window)
-        batch = self.index.batch(num_new, first)
+        batch = self.index.batch(num_new, first, firsts)
         packed = query.squeeze(2) if num_new == 1 else query.transpose(1, 2).flatten(0, 1)
         if exact is not None:
             newest, start, skip_from = exact.tokens, None, None
@@ -173,13 +175,10 @@ class Tokens:
             part = ops.attend_part(packed, newest.view, own, of_newest, is_latent=is_latent)
             codes = self.view, batch, scores, self.transform, self.index.first_position, is_latent
             out = attend_behind(part, packed, *codes, skip=exact.num_newest, skip_from=skip_from)
-        elif self.transform is None:
-            out = ops.attend(packed, self.view, batch, scores, is_latent=is_latent)
         else:
-            transform, rank = self.transform, self.view.key.head_dim if is_latent else 0
-            packed, scores = transform.query(packed, scores, self.index.first_position, rank)
-            out = ops.attend(packed, self.view, batch, scores, is_latent=is_latent)
-            out = transform.output(out, rank) if rank or transform.value else out
+            out = attend(
+                packed, self.view, batch, scores, self.transform, self.index.first_position, is_latent
+            )
         return out.unsqueeze(1) if num_new == 1 else out.view(rows, num_new, *out.shape[1:])
 
     def _attend_row(

@@ -13,6 +13,8 @@ from kvloom import ops
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
 from kvloom.ops import KeySmoothing
+from kvloom.ops.gathered import attention as gathered
+from kvloom.ops.gathered.plan import GatheredRun, Others
 from kvloom.quant.rotation import block_of
 
 
@@ -129,6 +131,31 @@ def attend(
     """
     if transform is None:
         return ops.attend(query, view, batch, scores, is_latent=is_latent)
+    if transform.needs_positions and gathered.is_gathered(query, view, batch, scores, is_latent):
+        return _attend_restored(query, view, batch, scores, transform, first_position)
     rank = view.key.head_dim if is_latent else 0
     query, scores = transform.query(query, scores, first_position, rank)
     return transform.output(ops.attend(query, view, batch, scores, is_latent=is_latent), rank)
+
+
+def _attend_restored(
+    query: Tensor,
+    view: KVView,
+    batch: ops.Batch,
+    scores: ops.Scores,
+    transform: Transform,
+    first_position: Tensor | None,
+) -> Tensor:
+    """``attend`` by torch's attention, which adds no offset to products: keys and values are restored."""
+
+    def load(run: GatheredRun) -> tuple[Tensor, Tensor]:
+        positions = run.positions
+        if first_position is not None:
+            positions = positions + first_position[run.sequences].unsqueeze(1)
+        return ops.load(run.slots, view, dtype=query.dtype, **stored_by(transform, positions))
+
+    def rest(others: Others) -> Tensor:
+        first = None if first_position is None else first_position[others.sequences]
+        return attend(query[others.rows], view, others.batch, scores, transform, first)
+
+    return gathered.attend(query, view, batch, scores, load, rest)

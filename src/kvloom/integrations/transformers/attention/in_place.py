@@ -107,14 +107,14 @@ def attention(
         key, value = (x.gather() if isinstance(x, LazyTensor) else x for x in (key, value))
         tokens = _dense(key, value, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    first = mask = None
+    first = firsts = mask = None
     if isinstance(attention_mask, CompactMask):
         # All layers get the same mask, and may have different lengths.
         is_any_length = (
             isinstance(key, LazyStates) and tokens.window is None and attention_mask.is_causal_only
         )
         _expect_sizes(attention_mask, query, tokens, is_any_length)
-        causal, first = True, attention_mask.first
+        causal, first, firsts = True, attention_mask.first, attention_mask.firsts
         if tokens.window is None and attention_mask.window is not None:
             tokens = replace(tokens, window=attention_mask.window)
     elif attention_mask is not None:
@@ -137,7 +137,7 @@ def attention(
             scores = _scores(scaling, bool(causal), softcap)
         else:
             scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
-        out = tokens.attend(query, scores, first=first, mask=mask)
+        out = tokens.attend(query, scores, first=first, mask=mask, firsts=firsts)
     if absorbed is not None:
         out = absorbed.values(out)
     if torch.is_grad_enabled():
@@ -246,8 +246,12 @@ def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: Tokens) -
 def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Tokens:
     """Tokens of dense keys and values ``[B, H, N, D]``, as many of each sequence as the mask says."""
     rows, num_columns = key.shape[0], key.shape[2]
+    taken: int | Tensor = num_columns
     if isinstance(mask, CompactMask):
         lengths = mask.lengths
+        taken = num_columns if mask.taken is None else mask.taken
     else:
         lengths = torch.full((rows,), num_columns, device=key.device)
-    return dense(key, value, TokenIndex(dense_index(rows, num_columns, key.device), lengths, num_columns))
+    spans = ((0, taken, 0),) * rows if isinstance(taken, int) else None
+    index = dense_index(rows, num_columns, key.device)
+    return dense(key, value, TokenIndex(index, lengths, num_columns, spans=spans))

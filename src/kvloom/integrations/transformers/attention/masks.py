@@ -22,6 +22,7 @@ class CompactMask(LazyTensor):
         shape: ``(B, 1, Q, N)``.
         device: Device of the mask.
         first: ``[B]`` int64, the first visible column of each sequence; 0 if ``None``.
+        firsts: The same on the host; ``None`` if they are not known there.
         taken: Number of columns that hold tokens, the last of which are the queries; all if ``None``.
         window: Columns that a query sees, its own included; ``None`` for all before it.
         dtype: Dtype of the mask: bool, true is visible, or that of a mask that is added to scores.
@@ -37,11 +38,13 @@ class CompactMask(LazyTensor):
         taken: int | Tensor | None = None,
         window: int | None = None,
         dtype: torch.dtype = torch.bool,
+        firsts: tuple[int, ...] | None = None,
     ) -> None:
         self.sizes = shape
         self.dtype = dtype
         self.device = device
         self.first = first
+        self.firsts = firsts
         self.taken = taken
         self.window = window
 
@@ -75,7 +78,8 @@ class CompactMask(LazyTensor):
     def to(self, device: torch.device | str, **kwargs: Any) -> "CompactMask":
         """The same mask on another device."""
         first = None if self.first is None else self.first.to(device)
-        return CompactMask(self.sizes, torch.device(device), first, self.taken, self.window, self.dtype)
+        own = self.taken, self.window, self.dtype, self.firsts
+        return CompactMask(self.sizes, torch.device(device), first, *own)
 
     def contiguous(self) -> "CompactMask":
         """The mask itself; ``generate`` calls this when it makes masks before a compiled step."""
@@ -114,18 +118,21 @@ def attention_mask(
     is_of_sdpa = works_with_sdpa(kwargs.get("config"))
     dtype = torch.bool if is_of_sdpa else kwargs.get("dtype", torch.float32)
 
-    def compact(first: Tensor | None, taken: int | Tensor | None, limit: int | None) -> CompactMask | None:
+    def compact(
+        firsts: tuple[int, ...], first: Tensor | None, taken: int | Tensor | None, limit: int | None
+    ) -> CompactMask | None:
         says_nothing = first is None and taken is None and limit is None
         if is_optional and says_nothing and num_new in ((1, kv_length) if is_of_sdpa else (1,)):
             return None
         device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
-        return CompactMask((batch_size, 1, num_new, kv_length), device, first, taken, limit, dtype)
+        sizes = batch_size, 1, num_new, kv_length
+        return CompactMask(sizes, device, first, taken, limit, dtype, firsts if first is not None else None)
 
     if mask_function is causal_mask_function or _slides(window, kwargs):
-        fits, first = _left_padding(attention_mask, kv_length, kwargs)
-        if fits:
+        firsts, first = _left_padding(attention_mask, kv_length, kwargs)
+        if firsts is not None:
             limit = None if window is None or kv_length < window else window
-            return compact(first, _num_taken(kv_length, kwargs), limit)
+            return compact(firsts, first, _num_taken(kv_length, kwargs), limit)
     mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
         batch_size=batch_size,
         kv_length=kv_length,
@@ -134,9 +141,9 @@ def attention_mask(
         **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
     )
     if num_new == 1 and not torch.compiler.is_compiling():
-        fits, first = _leading_gap(mask[:, 0, 0])
-        if fits:
-            return compact(first, None, None)
+        firsts, first = _leading_gap(mask[:, 0, 0])
+        if firsts is not None:
+            return compact(firsts, first, None, None)
     if is_of_sdpa:
         return mask
     added: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["eager"](
@@ -187,12 +194,12 @@ def _slides(window: int | None, kwargs: dict[str, Any]) -> bool:
 
 def _left_padding(
     padding: Tensor | None, kv_length: int, kwargs: dict[str, Any]
-) -> tuple[bool, Tensor | None]:
-    """Whether a mask ``[B, tokens]`` pads on the left only, and ``[B]`` the first column of each sequence."""
+) -> tuple[tuple[int, ...] | None, Tensor | None]:
+    """First columns of sequences that a mask ``[B, tokens]`` pads on the left, as ``_leading_gap``."""
     if padding is None:
-        return True, None
+        return (), None
     if torch.compiler.is_compiling():
-        return False, None
+        return None, None
     start = int(kwargs.get("kv_offset", 0))
     own = padding[:, start : start + kv_length].bool()
     num_tokens = int(_num_tokens(kwargs))
@@ -204,11 +211,18 @@ def _left_padding(
     return _leading_gap(own)
 
 
-def _leading_gap(seen: Tensor) -> tuple[bool, Tensor | None]:
-    """Whether the true columns of ``[B, N]`` are the last ones, and ``[B]`` the first, ``None`` if all 0."""
+def _leading_gap(seen: Tensor) -> tuple[tuple[int, ...] | None, Tensor | None]:
+    """First true columns of ``[B, N]``, on the host and as a tensor ``[B]``, ``None`` if all are 0.
+
+    The former are ``None`` if a column after the first true one is false. Both are read at once, for which a
+    device is waited for once in a forward, as by the masks of transformers.
+    """
     first = seen.shape[1] - seen.sum(1)
-    fits = bool((seen == (torch.arange(seen.shape[1], device=seen.device) >= first[:, None])).all())
-    return fits, first if fits and bool(first.any()) else None
+    fits = (seen == (torch.arange(seen.shape[1], device=seen.device) >= first[:, None])).all()
+    *firsts, is_fit = torch.cat((first, fits.view(1).long())).tolist()
+    if not is_fit:
+        return None, None
+    return tuple(firsts), first if any(firsts) else None
 
 
 def _num_new(kwargs: dict[str, Any]) -> int:

@@ -1,0 +1,1 @@
+"""Attention of many new tokens over keys and values that are gathered for it."""

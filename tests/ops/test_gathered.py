@@ -1,0 +1,224 @@
+"""Torch's attention over gathered tokens errs no more than others may, and says where it is not taken."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ops.attention import Case, exact, float32_error, make_case, plain
+from ops.cases import waves
+from ops.pools import INT4, INT8, PLAIN, Kind
+from oracles.attention import assert_as_good_as_plain
+from oracles.bits import FLOATS, assert_same_bits
+from oracles.gathering import gathering
+from oracles.pairs import pairwise
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.ops import BatchInvariance, Counts, Scores
+from kvloom.ops.gathered import attention as gathered
+
+NEW, STORED = [3, 1, 6, 6, 0], [7, 12, 11, 11, 4]
+SIZES = {
+    "as one": {"head_dim": 32, "ratio": 1},
+    "grouped": {"head_dim": 64, "ratio": 4},
+    "wide": {"head_dim": 256, "kv_heads": 1},
+    "unequal": {"head_dim": 48, "value_dim": 32, "axes": "B S H D"},
+    "longer values": {"head_dim": 20, "value_dim": 40, "axes": "B H S D"},
+}
+SHOWN = {"all": {}, "window": {"window": 4}, "one": {"window": 1}, "beyond": {"window": 100}}
+
+
+def counts_of(case: Case) -> Counts:
+    first = None if case.first_visible is None else tuple(case.first_visible)
+    return Counts(tuple(case.new), tuple(case.stored), first)
+
+
+def attend(case: Case, scores: Scores = ops.Scores(), spelling: str = "pages", **more: Any) -> Tensor:  # noqa: B008
+    batch = replace(case.batch(spelling), counts=counts_of(case))
+    return ops.attend(case.query, case.kv, batch, scores, **more)
+
+
+def is_taken(case: Case, scores: Scores, counts: Counts | None) -> bool:
+    with gathering():
+        batch = replace(case.batch(), counts=counts)
+        return gathered.is_gathered(case.query, case.kv, batch, scores, is_latent=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown", "kind", "dtype"),
+    pairwise([*SIZES], [*SHOWN], [PLAIN, Kind(torch.float16), Kind(torch.bfloat16), INT8, INT4], FLOATS),
+    ids=str,
+)
+def test_ragged_batches_have_the_results_of_the_definition(
+    size: str, shown: str, kind: Kind, dtype: torch.dtype
+) -> None:
+    case, scores = make_case(NEW, STORED, kind=kind, dtype=dtype, **SIZES[size]), Scores(**SHOWN[shown])  # type: ignore[arg-type]
+    with gathering() as calls:
+        actual = attend(case, scores)
+    assert len(calls) == 1
+    assert_as_good_as_plain(actual, exact(case, scores), plain(case, scores), float32_error(case, scores))
+
+
+@pytest.mark.parametrize("spelling", ["blocks", "slots", "tokens"])
+@pytest.mark.parametrize(
+    "first", [None, [2, 0, 1, 1, 4], [5, 12, 8, 9, 0]], ids=["all", "padded", "within the new"]
+)
+def test_hidden_tokens_and_spellings(spelling: str, first: list[int] | None) -> None:
+    case = make_case(NEW, STORED)
+    case.first_visible = first
+    with gathering() as calls:
+        actual = attend(case, spelling=spelling)
+    assert len(calls) == 1
+    torch.testing.assert_close(actual, exact(case, Scores()).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_few_new_tokens_stay_where_they_are() -> None:
+    """Rows of sequences that are not gathered have the bits of the other backend."""
+    case = make_case(NEW, STORED)
+    with gathering(least_rows=12) as calls:  # 6 new tokens of 2 heads
+        actual = attend(case)
+    alone = ops.attend(case.query, case.kv, case.batch())
+    assert len(calls) == 1
+    assert_same_bits(actual[:4], alone[:4], "rows of 3 and 1 new tokens")
+    torch.testing.assert_close(actual, alone)
+    with gathering(least_rows=13) as calls:
+        assert_same_bits(attend(case), alone, "output")
+    assert not calls
+
+
+def test_no_more_is_gathered_at_once_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sizes = make_case([6] * 5, [11] * 5), list[int]()
+    whole = attend(case)
+    call = gathered.call
+
+    def loading(backend: str, name: str, device: torch.device, slots: Tensor, *arguments: Any) -> Any:
+        sizes.append(slots.shape[0])
+        return call(backend, name, device, slots, *arguments)
+
+    monkeypatch.setattr(gathered, "call", loading)
+    one = 11 * 2 * 2 * case.query.shape[2] * 4
+    with gathering(most_bytes=2 * one):
+        torch.testing.assert_close(attend(case), whole)
+    assert sizes == [2, 2, 1]
+    with gathering(most_bytes=1):
+        torch.testing.assert_close(attend(case), whole)
+    assert sizes[3:] == [1] * 5
+
+
+def test_layers_of_a_step_share_a_plan() -> None:
+    case = make_case(NEW, STORED)
+    batch = replace(case.batch(), counts=counts_of(case))
+    with gathering():
+        ops.attend(case.query, case.kv, batch)
+        plans = dict(batch.counts.plans)  # type: ignore[union-attr]
+        ops.attend(case.query, case.kv, batch)
+        assert batch.counts is not None
+        assert batch.counts.plans == plans
+
+
+def test_scores_that_torch_lacks_are_computed_in_place() -> None:
+    case = make_case(NEW, STORED)
+    four = torch.ones(4)
+    others = [
+        Scores(mask=torch.zeros(16, 45)),
+        Scores(alibi_slopes=four),
+        Scores(softcap=5.0),
+        Scores(sinks=four),
+        Scores(positional_bias=waves(16, 4, 2)),
+        Scores(is_causal=False),
+    ]
+    counts = counts_of(case)
+    assert is_taken(case, Scores(), counts)
+    assert not any(is_taken(case, scores, counts) for scores in others)
+    assert not is_taken(case, Scores(), None)
+    with BatchInvariance():
+        assert not is_taken(case, Scores(), counts)
+    assert not gathered.is_gathered(
+        case.query, case.kv, replace(case.batch(), counts=counts), Scores(), is_latent=False
+    ), "on a CPU kernels in place take less time"
+
+
+def test_out_is_written_and_backends_by_name_are_taken() -> None:
+    case = make_case(NEW, STORED)
+    out = torch.full_like(case.query, 7.0)
+    with gathering() as calls:
+        assert attend(case, out=out) is out
+        assert len(calls) == 1
+        reference = attend(case, backend="reference")
+        assert len(calls) == 1
+    torch.testing.assert_close(out, reference)
+
+
+def test_there_is_no_gradient() -> None:
+    case = make_case(NEW, STORED)
+    case.query.requires_grad_()
+    with gathering(), pytest.raises(UnsupportedError, match="attend has no gradient"):
+        attend(case).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (Counts((3, 1), (7, 12)), "counts must be of 5 sequences, got 2"),
+        (Counts((3, 1, 6, 5, 0), (7, 12, 11, 11, 4)), "counts must sum to the 16 rows of query, got 15"),
+        (Counts((3, 1, 6, 6, 0), (7, 12, 11, 5, 4)), "counts.stored must give sequence 3 at least"),
+        (Counts((3, 1, 6, 6, 0), (7, 12, 11, 10, 4)), "counts.stored must be [7, 12, 11, 11, 4] as in the"),
+        (Counts((3, 1, 6, 6, 0), (7, 12, 11, 11, 4), (1,) * 5), "counts.first must be [0, 0, 0, 0, 0]"),
+    ],
+    ids=str,
+)
+def test_counts_that_are_not_those_of_the_batch(counts: Counts, said: str) -> None:
+    case = make_case(NEW, STORED)
+    with gathering(), pytest.raises(ArgumentError, match=re.escape(said)):
+        ops.attend(case.query, case.kv, replace(case.batch(), counts=counts))
+
+
+def test_windows_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FlashAttention is told, whose window counts the tokens before a query's own."""
+    case = make_case([6, 6], [11, 11], head_dim=20, ratio=2)
+    scores = Scores(window=4)
+
+    def varlen(
+        query: Tensor, key: Tensor, value: Tensor, new: Tensor, seen: Tensor, most_new: int, most_seen: int,
+        *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        assert new.dtype == seen.dtype == torch.int32
+        assert (most_new, most_seen) == (int(new.diff().max()), int(seen.diff().max()))
+        assert query.shape[2] == key.shape[2] == value.shape[2] == 24
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        out = []
+        for b in range(len(new) - 1):
+            q, k, v = (
+                x[starts[b] : starts[b + 1]].transpose(0, 1)
+                for x, starts in ((query, new), (key, seen), (value, seen))
+            )
+            k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+            behind = (
+                torch.arange(q.shape[1]).unsqueeze(1) + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+            )
+            left, right = window_size
+            hidden = (behind > left) | (behind < -right)
+            weights = ((q @ k.mT) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+            out.append((weights @ v).transpose(0, 1))
+        return torch.cat(out)
+
+    attention = gathered._attention
+
+    def on_a_device(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        pads = [torch.nn.functional.pad(x, (0, 24 - x.shape[3])) for x in (query, key, value)]
+        assert window == 4
+        expected = attention(query, key, value, scale, window)
+        actual = gathered._windowed(*pads, scale, window)[..., : value.shape[3]]
+        torch.testing.assert_close(actual, expected)
+        return actual
+
+    monkeypatch.setattr(gathered, "_varlen_attention", lambda: varlen)
+    monkeypatch.setattr(gathered, "_attention", on_a_device)
+    with gathering() as calls:
+        torch.testing.assert_close(attend(case, scores), exact(case, scores).float(), rtol=1e-5, atol=1e-6)
+    assert len(calls) == 1
