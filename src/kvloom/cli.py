@@ -55,6 +55,7 @@ _INSTALLED = {
     "obstore": "obstore",
     "redis": "redis",
     "shtab": "shtab",
+    "gguf": "gguf",
 }
 
 

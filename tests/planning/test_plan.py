@@ -286,7 +286,9 @@ def test_a_group_that_latent_vectors_do_not_have_is_refused() -> None:
 def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^config must be a PretrainedConfig or a path, got 3"):
         kvloom.plan(3)
-    with pytest.raises(ArgumentError, match=r"^model must be a config.json, or a local folder with one"):
+    with pytest.raises(
+        ArgumentError, match=r"^model must be a config.json or a GGUF file, or a local folder with one"
+    ):
         kvloom.plan(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     with pytest.raises(ArgumentError, match=r"^model must have a configuration that transformers loads"):

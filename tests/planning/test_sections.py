@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -96,3 +97,24 @@ def test_a_section_of_mlx_has_the_embedding_and_the_head(llama: Any) -> None:
     codes = WEIGHTS + 2 * 99 * 32
     rest = sum(x.nbytes for x in (*llama.parameters(), *llama.buffers())) - 2 * codes
     assert bytes_by_section(llama, section) == rest + codes // 2 + 4 * codes // 16
+
+
+def test_layers_of_mlx_may_have_bits_of_their_own(llama: Any) -> None:
+    codes = WEIGHTS + 2 * 99 * 32
+    section = {"bits": 4, "group_size": 16, "lm_head": {"bits": 8, "group_size": 16}}
+    uniform = bytes_by_section(llama, {"bits": 4, "group_size": 16})
+    assert bytes_by_section(llama, section) == uniform + 99 * 32 // 2
+    plain = bytes_by_section(llama, {"bits": 4, "group_size": 16, "lm_head": False})
+    assert plain == uniform + 99 * 32 * 2 - 99 * 32 // 2 - 4 * 99 * 32 // 16
+    scales = bytes_by_section(llama, {"bits": 4, "group_size": 16, "mode": "mxfp4"})
+    assert scales == uniform - 3 * codes // 16
+
+
+def test_mlx_may_call_its_section_quantization(llama: Any) -> None:
+    section, sizes = {"bits": 4, "group_size": 16}, {}
+    for name in ("quantization", "quantization_config"):
+        config = copy.deepcopy(llama.config)
+        setattr(config, name, section)
+        sizes[name] = kvloom.plan(config, context=9).weights
+    assert sizes["quantization"] == sizes["quantization_config"]
+    assert sizes["quantization"] < kvloom.plan(llama.config, context=9).weights / 2

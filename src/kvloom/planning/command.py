@@ -22,7 +22,11 @@ _PARTS: Final = ("weights", "packed", "cache", "scales", "states", "tables", "wa
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvloom plan``."""
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="PATH", help="config.json, or a folder with one"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="config.json or a GGUF file, or a folder with one",
     )
     parser.add_argument(
         "--kv", metavar="KIND[:gGROUP]", help=f"how the cache is kept: {', '.join(STORAGE)} (default: each)"

@@ -16,17 +16,23 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
+from kvloom.planning.gguf_files import gguf_of, read_gguf
 
 
 def read_config(path: str | Path) -> Any:
-    """Read the configuration in a folder, or in a file ``config.json``; needs no weights and runs no code.
+    """Read the configuration in a folder, a ``config.json`` or a GGUF; needs no weights and runs no code.
 
     Raises:
         ArgumentError: there is none, or it is damaged, or of a model that is not in transformers.
+        UnsupportedError: it is a GGUF whose architecture transformers does not read.
     """
     folder = Path(path)
+    if (file := gguf_of(folder)) is not None:
+        return read_gguf(file)
     if not (folder.is_file() or (folder / "config.json").is_file()):
-        raise ArgumentError(f"model must be a config.json, or a local folder with one, got {str(path)!r}")
+        raise ArgumentError(
+            f"model must be a config.json or a GGUF file, or a local folder with one, got {str(path)!r}"
+        )
     _expect_known(folder / "config.json" if folder.is_dir() else folder)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -102,11 +108,12 @@ def _parts(config: Any) -> tuple[Any, Any]:
 
 
 def section_of(config: Any) -> Mapping[str, Any] | None:
-    """What a configuration says of its quantized weights; ``None`` if it has none."""
+    """What a configuration says of its quantized weights, ``quantization`` in MLX; ``None`` if nothing."""
     for x in _parts(config):
-        found = getattr(x, "quantization_config", None)
-        if found is not None:
-            return found if isinstance(found, Mapping) else dict(found.to_dict())
+        for field in ("quantization_config", "quantization"):
+            found = getattr(x, field, None)
+            if found is not None:
+                return found if isinstance(found, Mapping) else dict(found.to_dict())
     return None
 
 

@@ -218,7 +218,7 @@ def plan(
     """Compute the exact bytes of a model and its cache; needs no weights and allocates nothing.
 
     Args:
-        config: A ``PretrainedConfig``, a ``config.json``, a folder with one, or a ``ModelShape``.
+        config: A ``PretrainedConfig``, a ``config.json`` or GGUF, a folder with one, or a ``ModelShape``.
         kv: As of ``KVCache.for_model``.
         context: Tokens of each sequence; ``None`` for the model's maximum.
         batch: Number of sequences, or of inputs with ``beams`` sequences each.

@@ -41,6 +41,8 @@ def bytes_by_section(model: Any, section: Section) -> int:
     Raises:
         UnsupportedError: the method is none whose bytes are known.
     """
+    if section.get("quant_method") == "gguf":
+        return int(section["nbytes"])  # of the file itself
     method = method_of(section)
     total: int = sum(x.nbytes for x in model.buffers())
     seen = set[int]()
@@ -94,6 +96,8 @@ def _rule_of(method: str, section: Section, model: Any, name: str, module: nn.Mo
         or any(_is_named(name, x) for field in _SKIPPED for x in section.get(field) or ())
     ):
         return None
+    if method == "mlx" and (own := section.get(name)) is not None:  # True is as the others
+        return None if own is False else _RULES[method](section if own is True else {**section, **own})
     if method != "compressed-tensors":
         return _RULES[method](section)
     for group in (section.get("config_groups") or {}).values():
@@ -186,8 +190,9 @@ def _compressed(weights: Section) -> Rule:
 def _mlx(section: Section) -> Rule:
     bits: int = section.get("bits", 4)
     size: int = section.get("group_size", 64)
+    is_affine = section.get("mode", "affine") == "affine"  # others have a scale of a byte, and no offset
     return lambda out, width, itemsize: (
-        out * (4 * ceil(width * bits / _WORD) + 2 * itemsize * ceil(width / size))
+        out * (4 * ceil(width * bits / _WORD) + (2 * itemsize if is_affine else 1) * ceil(width / size))
     )
 
 

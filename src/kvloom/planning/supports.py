@@ -19,7 +19,11 @@ _WIDTH = 110
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvloom supports``."""
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="PATH", help="config.json, or a folder with one"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="config.json or a GGUF file, or a folder with one",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
-from transformers.cli.serving.utils import build_response_parser
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
@@ -27,7 +26,7 @@ from kvloom.serving.guard import TENANT
 from kvloom.serving.protocol.fields import expect_model, read_object
 from kvloom.serving.protocol.messages import Chat
 from kvloom.serving.protocol.pictures import decoded
-from kvloom.serving.protocol.readers import ParsedText, PlainText, Reader
+from kvloom.serving.protocol.readers import PlainText, Reader, reader_of
 from kvloom.serving.protocol.text import Echo
 from kvloom.serving.protocol.tools import CallsText
 from kvloom.serving.protocol.wanted import Wanted
@@ -164,12 +163,11 @@ class Asking:
         if wanted.structure is not None:
             return PlainText()
         try:
-            parser = build_response_parser(self._session.tokenizer, self._session.model, tokens)
+            return reader_of(self._session.tokenizer, self._session.model, tokens)
         except Exception as error:  # whatever a response template raises
             raise ArgumentError(
                 f"messages must be what the model's response template reads: {summary_of(error)}"
             ) from error
-        return PlainText() if parser is None else ParsedText(parser)
 
 
 class _Asked(NamedTuple):
