@@ -16,6 +16,7 @@
 #endif
 
 #ifndef KVLOOM_MOVEMENT  // a unit may name another one's
+#include "kernels/move/arrange.h"
 #include "kernels/move/move.h"
 #include "kernels/move/rotate.h"
 #include "kernels/move/smooth.h"
@@ -27,6 +28,7 @@ extern const Movement KVLOOM_MOVEMENT;
 const Movement KVLOOM_MOVEMENT = {
     .move = KVLOOM_ISA::rows::move,
     .rotate = KVLOOM_ISA::rotate,
+    .arrange = KVLOOM_ISA::arrange,
     .smooth = KVLOOM_ISA::smooth,
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/move/args.h"
+#include "kernels/move/arrange_args.h"
 #include "kernels/move/rotate_args.h"
 #include "kernels/move/smooth_args.h"
 #include "kernels/attend/args.h"
@@ -14,6 +15,8 @@ struct Movement {
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, Byte* scratch);
   // Rows `[begin, end)` times a Hadamard matrix.
   void (*rotate)(const RotateArgs& args, int64_t begin, int64_t end);
+  // Head vectors in other axes and another order of pairs; returns the bits of the largest magnitude.
+  int32_t (*arrange)(const ArrangeArgs& args);
   // Tokens `[begin, end)` of smoothed keys, or of queries for them.
   void (*smooth)(const SmoothArgs& args, int64_t begin, int64_t end);
 };

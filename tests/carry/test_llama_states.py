@@ -9,7 +9,16 @@ import pytest
 import torch
 from carry import states as made
 
-from kvloom.carry import CacheGeometry, LayerGeometry, llama_state, read_llama, write_llama
+from kvloom.carry import (
+    CacheGeometry,
+    CarriedCache,
+    CarriedLayer,
+    CarriedSide,
+    LayerGeometry,
+    llama_state,
+    read_llama,
+    write_llama,
+)
 from kvloom.errors import ArgumentError, UnsupportedError
 
 
@@ -22,6 +31,9 @@ def test_numbers_are_those_of_the_state_and_bytes_come_back(dtype: torch.dtype, 
         torch.testing.assert_close(layer.keys.load(), key, rtol=0, atol=0)
         torch.testing.assert_close(layer.values.load(), value, rtol=0, atol=0)
     assert llama_state(cache, made.GEOMETRY, flash_attention=not v_trans) == data
+    sides = [[CarriedSide.of(x) for x in layer] for layer in zip(keys, values, strict=True)]
+    halves = CarriedCache(tuple(CarriedLayer(*x) for x in sides), made.TOKENS, (*range(made.TOKENS),))
+    assert llama_state(halves, made.GEOMETRY, flash_attention=not v_trans) == data
 
 
 def test_cells_may_have_any_order(tmp_path: Path) -> None:

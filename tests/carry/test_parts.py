@@ -3,10 +3,13 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvloom.carry import (
     CacheGeometry,
@@ -20,6 +23,7 @@ from kvloom.carry import (
     write_llama,
     write_mlx,
 )
+from kvloom.carry.files.writing import FileBehind
 
 SIZES = CacheGeometry.uniform(2, 2, 64, "llama")
 
@@ -80,3 +84,27 @@ def test_bytes_that_are_written_in_pieces_are_all_there(
     )
     write_mlx(cache_of(23), tmp_path / "pieces")
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_memory_is_used_again_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that falls behind writes what it was given, though all parts but the last have one size."""
+    monkeypatch.setattr("kvloom.carry.carried._PART", 128)
+    write_mlx(cache_of(23), tmp_path / "quick", pairs="adjacent")
+    written, kept = os.pwrite, set[int]()
+
+    def late(number: int, data: memoryview, at: int) -> int:
+        time.sleep(0.001)
+        return written(number, data, at)
+
+    def kept_room(self: FileBehind, *size: Any) -> Tensor:
+        made = room(self, *size)
+        kept.add(made.data_ptr())
+        return made
+
+    room = FileBehind.room
+    monkeypatch.setattr(FileBehind, "room", kept_room)
+    monkeypatch.setattr("kvloom.carry.files.writing.os.pwrite", late)
+    monkeypatch.setattr("kvloom.carry.files.writing._HELD", 1024)
+    write_mlx(cache_of(23), tmp_path / "late", pairs="adjacent")
+    assert (tmp_path / "late").read_bytes() == (tmp_path / "quick").read_bytes()
+    assert 1 < len(kept) < 20  # of 92 parts, four of which wait

@@ -16,7 +16,7 @@ from kvloom.carry.arrays import read_arrays
 from kvloom.carry.carried import CarriedCache, CarriedSide, expect_exact, own_tokens
 from kvloom.carry.files.bytes import Source, bytes_of
 from kvloom.carry.files.tensor_file import FLOAT_NAMES, TensorToWrite, read_tensors, write_tensors
-from kvloom.carry.files.writing import written_whole
+from kvloom.carry.files.writing import RoomFor, written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, expect_layers
 from kvloom.core.entries import FLOATS
@@ -86,6 +86,8 @@ def write_array_file(
         write_tensors(file, tensors, {})
 
 
-def _parts(name: str, number: int, side: CarriedSide, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    for first, x in float_parts(name, number, side, dtype):
+def _parts(
+    name: str, number: int, side: CarriedSide, dtype: torch.dtype, room: RoomFor
+) -> Iterator[tuple[int, Tensor]]:
+    for first, x in float_parts(name, number, side, dtype, room, by_head=True):
         yield first, x.transpose(0, 1)[None]

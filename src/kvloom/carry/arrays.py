@@ -17,14 +17,12 @@ are given in order. Arrays are tensors of torch, or of numpy by ``torch.from_num
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from kvloom.carry.carried import (
-    ALL,
     CarriedCache,
     CarriedLayer,
     CarriedSide,
@@ -34,7 +32,7 @@ from kvloom.carry.carried import (
     num_held,
 )
 from kvloom.carry.geometry import CacheGeometry, expect_layers
-from kvloom.carry.rope_pairs import expect_pairs_named, to_adjacent, to_halves
+from kvloom.carry.rope_pairs import expect_pairs_named, to_adjacent
 from kvloom.core.entries import FLOATS
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import dtype_name
@@ -112,8 +110,7 @@ def read_arrays(
             rotary = sizes.rotary if of_rope and pairs == "adjacent" else 0
             x = _rows(layout, name, arrays[name], sizes.heads, dim, num_tokens)
             held = x[num_tokens - num_held(num_tokens, sizes.window) :]
-            load = partial(_load, held, rotary)
-            sides.append(CarriedSide(len(held), sizes.heads, dim, dtype_name(x.dtype), load))
+            sides.append(CarriedSide.of(held, rotary))
         layers.append(CarriedLayer(sides[0], sides[1], sizes.window, sizes.has_latents))
     ids = None if tokens is None else tuple(tokens)
     return CarriedCache(tuple(layers), num_tokens, ids, (("engine", engine),))
@@ -184,11 +181,6 @@ def _layout(engine: str) -> CacheLayout:
     if engine not in AXES:
         raise ArgumentError(f"engine must be one of {', '.join(AXES)}, got {engine!r}")
     return AXES[engine]
-
-
-def _load(held: Tensor, rotary: int, tokens: slice = ALL) -> Tensor:
-    x = held[tokens]
-    return to_halves(x, rotary) if rotary else x
 
 
 def _places(

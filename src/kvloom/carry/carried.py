@@ -14,7 +14,9 @@ from typing import Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from kvloom.carry.rope_pairs import to_halves
 from kvloom.core.entries import FLOATS
+from kvloom.core.pairs import are_finite
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 from kvloom.quant.rotation import rotate
@@ -92,6 +94,12 @@ class Load(Protocol):
     def __call__(self, tokens: slice = ALL, /) -> Vectors: ...
 
 
+class LoadFloats(Protocol):
+    """A ``Load`` of floats."""
+
+    def __call__(self, tokens: slice = ALL, /) -> Tensor: ...
+
+
 def part_of(places: slice | Tensor, tokens: slice) -> slice | Tensor:
     """Places of some tokens, given those of all."""
     if isinstance(places, Tensor):
@@ -102,6 +110,10 @@ def part_of(places: slice | Tensor, tokens: slice) -> slice | Tensor:
 
 def _rows(x: Tensor, tokens: slice = ALL) -> Tensor:
     return x[tokens]
+
+
+def _in_halves(load: LoadFloats, rotary: int, tokens: slice = ALL) -> Tensor:
+    return to_halves(load(tokens), rotary)
 
 
 def floats_of(vectors: Vectors) -> Tensor:
@@ -121,6 +133,8 @@ class CarriedSide:
         load: Function that reads the vectors.
         rounded_to: Kind that they were rounded to before, if it is coarser than ``kind``.
         is_whole: Whether ``load`` reads all tokens to return some.
+        adjacent: Function that reads floats as the source has them, if their pairs are adjacent.
+        rotary: Elements whose pairs it has adjacent, the first of a vector.
     """
 
     num_tokens: int
@@ -130,17 +144,30 @@ class CarriedSide:
     load: Load
     rounded_to: str = ""
     is_whole: bool = False
+    adjacent: LoadFloats | None = None
+    rotary: int = 0
 
     @classmethod
-    def of(cls, x: Tensor) -> "CarriedSide":
-        """A side of floats ``[T, H, D]`` that are in memory."""
-        return cls(x.shape[0], x.shape[1], x.shape[2], dtype_name(x.dtype), partial(_rows, x))
+    def of_adjacent(
+        cls, num_tokens: int, heads: int, head_dim: int, kind: str, load: LoadFloats, rotary: int
+    ) -> "CarriedSide":
+        """A side of floats whose source has the pairs of ``rotary`` elements adjacent; 0 of none."""
+        if not rotary:
+            return cls(num_tokens, heads, head_dim, kind, load)
+        halves = partial(_in_halves, load, rotary)
+        return cls(num_tokens, heads, head_dim, kind, halves, adjacent=load, rotary=rotary)
 
-    def parts(self) -> Iterator[tuple[int, Vectors]]:
-        """Numbers of first tokens with the vectors from there on, which stay in the processor's cache."""
+    @classmethod
+    def of(cls, x: Tensor, rotary: int = 0) -> "CarriedSide":
+        """A side of floats ``[T, H, D]`` that are in memory; ``rotary`` as of ``of_adjacent``."""
+        num_tokens, heads, head_dim = x.shape
+        return cls.of_adjacent(num_tokens, heads, head_dim, dtype_name(x.dtype), partial(_rows, x), rotary)
+
+    def parts(self) -> Iterator[slice]:
+        """Ranges of tokens whose vectors stay in the processor's cache."""
         count = self.num_tokens if self.is_whole else max(_PART // (self.heads * self.head_dim), 1)
         for first in range(0, self.num_tokens, count):
-            yield first, self.load(slice(first, min(first + count, self.num_tokens)))
+            yield slice(first, min(first + count, self.num_tokens))
 
     @property
     def has_codes(self) -> bool:
@@ -210,9 +237,6 @@ class CarriedCache:
         return tuple(dict.fromkeys(side.kind for layer in self.layers for _, side in layer.sides))
 
 
-_FINITE: Final = "cache must have finite numbers, got NaN or infinity in {} of layer {}"
-
-
 def own_tokens(own: Sequence[int], given: Sequence[int] | None) -> tuple[int, ...]:
     """Ids of the tokens that a source has; raises ArgumentError if the caller gave others."""
     if given is not None and [*given] != [*own]:
@@ -239,16 +263,13 @@ def expect_finite(name: str, layer: int, vectors: Vectors) -> None:
         parts = (vectors.scales,)
     else:
         parts = (vectors.scales, vectors.biases)
-    if not all(map(_are_finite, parts)):
-        raise ArgumentError(_FINITE.format(name, layer))
+    if not all(map(are_finite, parts)):
+        raise not_finite(name, layer)
 
 
-def _are_finite(x: Tensor) -> bool:
-    """Whether all exponents are below that of infinity and NaN; reads the bits, which is fastest."""
-    integers = torch.int32 if x.itemsize == 4 else torch.int16
-    infinite = int(torch.tensor(torch.inf, dtype=x.dtype).view(integers))
-    largest = (x.view(integers) & torch.iinfo(integers).max).amax()
-    return int(largest) < infinite
+def not_finite(name: str, layer: int) -> ArgumentError:
+    """The error of a side, keys or values, that has a NaN or an infinity."""
+    return ArgumentError(f"cache must have finite numbers, got NaN or infinity in {name} of layer {layer}")
 
 
 def expect_exact(cache: CarriedCache, dtype: str, rounding: bool) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom.core.views import head_dim_of
 from kvloom.errors import UnsupportedError
-from kvloom.ops.impl import reference, triton
+from kvloom.ops.impl import cpu, reference, triton
 
 LIB = torch.library.Library("kvloom", "DEF")
 
@@ -33,6 +33,7 @@ LIB.define(f"load{_LOAD}, int num_repeat) -> (Tensor, Tensor)")
 LIB.define(f"load.transformed{_LOAD}{_TRANSFORM}) -> (Tensor, Tensor)")  # with the inverse of both afterwards
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
 LIB.define("rotate(Tensor x, int block) -> Tensor")
+LIB.define("arrange(Tensor x, int rotary, bool to_adjacent, Tensor(a!) out) -> bool")
 LIB.define(
     "smooth(Tensor key, Tensor? positions, Tensor factor, Tensor? mean, Tensor? channels,"
     " Tensor? frequencies, int block, bool is_restored) -> Tensor"
@@ -68,7 +69,7 @@ for _name, _more, _returns in (
 
 # The reference is for every device; a faster backend overrides its dispatch key, as the compiled kernels, if
 # there are any, have done for the CPU.
-for _name in ("store", "load", "copy", "attend", "attend_part", "rotate", "smooth", "smooth_query"):
+for _name in cpu.COMPILED:
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 for _name in ("attend.biased", "attend.reference", "attend.biased_reference"):
     LIB.impl(_name, reference.attend, "CompositeExplicitAutograd")
@@ -264,6 +265,7 @@ load = torch.ops.kvloom.load.default
 load_transformed = torch.ops.kvloom.load.transformed
 copy = torch.ops.kvloom.copy.default
 rotate = torch.ops.kvloom.rotate.default
+arrange = torch.ops.kvloom.arrange.default
 smooth = torch.ops.kvloom.smooth.default
 smooth_query = torch.ops.kvloom.smooth_query.default
 attend = torch.ops.kvloom.attend.default

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.files.bytes import Cursor, typed
-from kvloom.carry.files.writing import FileBehind
+from kvloom.carry.files.writing import FileBehind, RoomFor
 from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
@@ -108,18 +108,19 @@ class TensorToWrite(NamedTuple):
     Attributes:
         dtype: Its dtype, a name of ``DTYPES``.
         shape: Its shape.
-        parts: Function that makes its parts ``[..., t, n]``, in order along the last axis but one, each with
-            the number of its first row; together they are all rows.
+        parts: Function that makes its parts ``[..., t, n]``, in the memory that it is given or elsewhere, in
+            order along the last axis but one, each with the number of its first row; together they are all
+            rows.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    parts: Callable[[], Iterable[tuple[int, Tensor]]]
+    parts: Callable[[RoomFor], Iterable[tuple[int, Tensor]]]
 
     @classmethod
     def whole(cls, dtype: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> "TensorToWrite":
         """A tensor that is made at once."""
-        return cls(dtype, shape, lambda: [(0, make())])
+        return cls(dtype, shape, lambda room: [(0, make())])
 
 
 def write_tensors(
@@ -138,7 +139,7 @@ def write_tensors(
     begin = file.end
     for name, x in tensors.items():
         at = begin + header[name]["data_offsets"][0]
-        for first, part in x.parts():
+        for first, part in x.parts(file.room):
             row = prod(x.shape[-1:]) * part.itemsize
             width, stride = (row * (shape[-2] if len(shape) > 1 else 1) for shape in (part.shape, x.shape))
             file.write_rows(at + first * row, part, width, stride)

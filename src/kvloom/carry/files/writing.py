@@ -1,12 +1,14 @@
 """Files that are written whole, by a thread of their own while the next bytes are made."""
 
 import os
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
+from math import prod
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +19,23 @@ _HELD: Final = 4 << 20
 """Bytes that may wait to be written; more, if they come at once and nothing else waits."""
 
 
+class RoomFor(Protocol):
+    """A function that gives memory for what is written next."""
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype, /) -> Tensor: ...
+
+
 class Target(Protocol):
     """What takes bytes one after the other."""
 
-    def write(self, data: Any, /) -> object:
-        """Take the next bytes, which nobody may change afterwards."""
+    def write(self, data: bytes, /) -> object:
+        """Take the next bytes."""
+
+    def write_tensor(self, x: Tensor, /) -> None:
+        """Take the bytes of a tensor, in the order of its axes, which nobody may change afterwards."""
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype, /) -> Tensor:
+        """Memory for a tensor that is written next, which may have held others that were written."""
 
 
 def bytes_in(x: Tensor) -> memoryview:
@@ -30,16 +44,26 @@ def bytes_in(x: Tensor) -> memoryview:
     return found
 
 
-def write_tensor(file: Target, x: Tensor) -> None:
-    """Write the bytes of a tensor, in the order of its axes."""
-    if x.numel():
-        file.write(bytes_in(x))
+def new_room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that nothing else uses."""
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+class InMemory(BytesIO):
+    """A target in memory."""
+
+    room = staticmethod(new_room)
+
+    def write_tensor(self, x: Tensor) -> None:
+        """Take the bytes of a tensor, in the order of its axes."""
+        if x.numel():
+            self.write(bytes_in(x))
 
 
 class _Part(NamedTuple):
     """Bytes that wait: rows of ``width``, each ``stride`` behind the one before, the first at ``at``.
 
-    ``room``: the memory that they are in, if it is the file's own.
+    ``room``: the tensor that they are in, if its memory is the file's own.
     """
 
     at: int
@@ -62,16 +86,23 @@ class FileBehind:
     def __init__(self, number: int) -> None:
         self._number, self.end = number, 0
         self._parts, self._held = deque[_Part](), 0
-        self._rooms: list[Tensor] = []  # memory of what was written, for what is still to be
+        # Memory that was given, by address, and that of what was written, by size: taking it from the system
+        # anew takes longer than to write it.
+        self._given, self._rooms = dict[int, Tensor](), defaultdict[int, list[Tensor]](list)
         self._changed, self._error = Condition(), None  # type: Condition, OSError | None
         self._is_ended = False
         self._thread = Thread(target=self._run, name="kvloom carry", daemon=True)
         self._thread.start()
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes) -> None:
         """Write the next bytes; raises OSError if earlier ones could not be written."""
         self._put(_Part(self.end, memoryview(data), len(data), 0, None))
         self.end += len(data)
+
+    def write_tensor(self, x: Tensor) -> None:
+        """Write the bytes of a tensor; see ``Target``; errors as of ``write``."""
+        self.write_rows(self.end, x, x.nbytes, 0)
+        self.end += x.nbytes
 
     def write_rows(self, at: int, x: Tensor, width: int, stride: int) -> None:
         """Write the bytes of a tensor, which nobody may change afterwards, as rows.
@@ -85,19 +116,17 @@ class FileBehind:
         Raises:
             OSError: earlier bytes could not be written.
         """
-        room = None
-        if not x.is_contiguous():
-            room = self._room(x.nbytes)
-            x = room[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        self._put(_Part(at, bytes_in(x), width, stride, room))
+        if x.numel():
+            self._put(_Part(at, bytes_in(x), width, stride, self._given.pop(x.data_ptr(), None)))
 
-    def _room(self, nbytes: int) -> Tensor:
-        """Memory that nothing is in, which need not be taken from the system again."""
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor that is written next, as a whole."""
+        nbytes = prod(shape) * dtype.itemsize
         with self._changed:
-            while self._rooms:
-                if len(room := self._rooms.pop()) >= nbytes:
-                    return room
-        return torch.empty(nbytes, dtype=torch.uint8)
+            free = self._rooms[nbytes]
+            room = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8)
+        self._given[room.data_ptr()] = room
+        return room.view(dtype).view(tuple(shape))
 
     def _put(self, part: _Part) -> None:
         with self._changed:
@@ -134,7 +163,7 @@ class FileBehind:
             with self._changed:
                 self._held -= len(part.data)
                 if part.room is not None:
-                    self._rooms.append(part.room)
+                    self._rooms[part.room.nbytes].append(part.room)
                 if self._error is not None:
                     self._parts.clear()
                     self._is_ended = True

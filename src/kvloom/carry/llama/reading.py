@@ -139,35 +139,40 @@ def _layer(
     cells: Tensor | slice,
     how: _How,
 ) -> CarriedLayer:
-    count = cells.stop - cells.start if isinstance(cells, slice) else len(cells)
     if layer.has_latents:
         _expect_elements(f"keys of layer {number}", keys, layer.key_dim + layer.value_dim)
-        halves = partial(_latents, keys, cells, layer, how)
+        load = partial(_latents, keys, cells, layer.key_dim)
         latents, rope = (
-            CarriedSide(count, 1, dim, keys.type.kind, partial(halves, side))
-            for side, dim in enumerate((layer.key_dim, layer.value_dim))
+            CarriedSide.of_adjacent(_count(cells), 1, dim, keys.type.kind, partial(load, side), rotary)
+            for side, (dim, rotary) in enumerate(
+                ((layer.key_dim, 0), (layer.value_dim, layer.rotary if how.is_adjacent else 0))
+            )
         )
         return CarriedLayer(latents, rope, layer.window, has_latents=True)
     _expect_elements(f"keys of layer {number}", keys, layer.heads * layer.key_dim)
     _expect_elements(f"values of layer {number}", values, layer.heads * layer.value_dim)
     rotary = layer.rotary if how.is_adjacent else 0
-    loads = [
-        partial(_vectors, keys, cells, layer.heads, rotary, _rotation(layer.key_dim, True, how)),
-        partial(_vectors, values, cells, layer.heads, 0, _rotation(layer.value_dim, False, how)),
-    ]
     return CarriedLayer(
-        CarriedSide(count, layer.heads, layer.key_dim, _kind(keys, layer.key_dim, how), loads[0]),
-        CarriedSide(count, layer.heads, layer.value_dim, _kind(values, layer.value_dim, how), loads[1]),
+        _side(keys, cells, layer.heads, layer.key_dim, rotary, how, is_keys=True),
+        _side(values, cells, layer.heads, layer.value_dim, 0, how, is_keys=False),
         layer.window,
     )
 
 
-def _kind(rows: StoredRows, head_dim: int, how: _How) -> str:
-    return kind_of_codes(how.rotated, head_dim) if rows.type == Q8_0 else rows.type.kind
+def _side(
+    rows: StoredRows, cells: Tensor | slice, heads: int, dim: int, rotary: int, how: _How, *, is_keys: bool
+) -> CarriedSide:
+    count = _count(cells)
+    if rows.type != Q8_0:
+        load = partial(_head_floats, rows, cells, heads)
+        return CarriedSide.of_adjacent(count, heads, dim, rows.type.kind, load, rotary)
+    rotation = rotation_of(dim, is_keys) if how.rotated else 0
+    codes = partial(_codes, rows, cells, heads, rotary, rotation)
+    return CarriedSide(count, heads, dim, kind_of_codes(how.rotated, dim), codes)
 
 
-def _rotation(head_dim: int, is_keys: bool, how: _How) -> int:
-    return rotation_of(head_dim, is_keys) if how.rotated else 0
+def _count(cells: Tensor | slice) -> int:
+    return cells.stop - cells.start if isinstance(cells, slice) else len(cells)
 
 
 def _expect_elements(what: str, rows: StoredRows, wanted: int) -> None:
@@ -184,15 +189,17 @@ def _floats(rows: StoredRows, cells: Tensor | slice) -> Tensor:
     return typed(rows.raw[cells], rows.type.dtype)
 
 
-def _vectors(
+def _head_floats(rows: StoredRows, cells: Tensor | slice, heads: int, tokens: slice = ALL) -> Tensor:
+    """Head vectors of a side of floats, as they lie in the state."""
+    x: Tensor = _floats(rows, part_of(cells, tokens)).unflatten(-1, (heads, -1))
+    return x
+
+
+def _codes(
     rows: StoredRows, cells: Tensor | slice, heads: int, rotary: int, rotation: int, tokens: slice = ALL
 ) -> Vectors:
-    """Head vectors of a side in halves; ``rotary`` is 0 where nothing is permuted."""
-    cells = part_of(cells, tokens)
-    if rows.type != Q8_0:
-        x = _floats(rows, cells).unflatten(-1, (heads, -1))
-        return to_halves(x, rotary) if rotary else x
-    codes, scales = blocks_of(rows.raw[cells])
+    """Head vectors of a side of q8_0 in halves; ``rotary`` is 0 where nothing is permuted."""
+    codes, scales = blocks_of(rows.raw[part_of(cells, tokens)])
     head_dim = codes.shape[-1] // heads
     if rotary in (0, head_dim) and can_be_int8(head_dim, bool(rotary), rotation):
         return int8_of(codes, scales, heads, bool(rotary), rotation)
@@ -202,19 +209,11 @@ def _vectors(
 
 
 def _latents(
-    rows: StoredRows,
-    cells: Tensor | slice,
-    layer: LayerGeometry,
-    how: _How,
-    side: int,
-    tokens: slice = ALL,
+    rows: StoredRows, cells: Tensor | slice, latent_dim: int, side: int, tokens: slice = ALL
 ) -> Tensor:
-    """Latents (0) or rope keys (1) ``[T, 1, D]`` of rows that have both."""
+    """Latents (0) or rope keys (1) ``[T, 1, D]`` of rows that have both, as they lie in the state."""
     x = _floats(rows, part_of(cells, tokens))[:, None]
-    if side == 0:
-        return x[..., : layer.key_dim]
-    x = x[..., layer.key_dim :]
-    return to_halves(x, layer.rotary) if how.is_adjacent else x
+    return x[..., latent_dim:] if side else x[..., :latent_dim]
 
 
 def _tokens(state: LlamaState, given: Sequence[int] | None, num_tokens: int) -> tuple[int, ...] | None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.files.bytes import Cursor, Source, bytes_of
-from kvloom.carry.files.writing import Target, write_tensor
+from kvloom.carry.files.writing import RoomFor, Target, new_room
 from kvloom.carry.llama.ggml import GgmlType, type_of
 from kvloom.errors import ArgumentError
+from kvloom.ops.arrangement import arrange
 
 STATE_MAGIC: Final = 0xAF143CD8
 SEQUENCE_MAGIC: Final = 0x67677371
@@ -202,13 +203,13 @@ class RowsToWrite(NamedTuple):
     Attributes:
         type: Type of the elements.
         elements: Elements of a row.
-        parts: Function that makes ``[c, bytes of a row]`` uint8 of some tokens after the other, each with the
-            number of its first token.
+        parts: Function that makes ``[c, bytes of a row]`` uint8 of some tokens after the other, in the memory
+            that it is given or elsewhere, each with the number of its first token.
     """
 
     type: GgmlType
     elements: int
-    parts: Callable[[], Iterable[tuple[int, Tensor]]]
+    parts: Callable[[RoomFor], Iterable[tuple[int, Tensor]]]
 
 
 class CacheToWrite(NamedTuple):
@@ -227,7 +228,7 @@ def write_head(file: Target, form: str, tokens: Sequence[int], architecture: str
         return
     magic = FORMS[form]
     file.write(struct.pack("<III", magic, VERSIONS[magic], len(tokens)))
-    write_tensor(file, torch.tensor(tokens, dtype=torch.int32))
+    file.write_tensor(torch.tensor(tokens, dtype=torch.int32))
     if form == "context":
         name = architecture.encode()
         file.write(struct.pack("<I", len(name)) + name)
@@ -240,7 +241,7 @@ def write_cache(file: Target, cache: CacheToWrite) -> None:
     table = torch.zeros(cells, _CELL, dtype=torch.int32)  # a sequence id of any value is taken
     table[:, 0] = torch.arange(cache.positions.start, cache.positions.stop)
     table[:, 1] = 1
-    write_tensor(file, table)
+    file.write_tensor(table)
     file.write(struct.pack("<II", cache.v_trans, len(cache.keys)))
     for rows in cache.keys:
         _write_rows(file, rows, cells)
@@ -250,17 +251,15 @@ def write_cache(file: Target, cache: CacheToWrite) -> None:
 
 def _write_rows(file: Target, rows: RowsToWrite, cells: int) -> None:
     file.write(struct.pack("<iQ", rows.type.number, rows.type.row_bytes(rows.elements)))
-    for _, part in rows.parts():
-        write_tensor(file, part)
+    for _, part in rows.parts(file.room):
+        file.write_tensor(part)
 
 
 def _write_columns(file: Target, rows: RowsToWrite, cells: int) -> None:
     """Write transposed values: a row is one element of all tokens."""
     file.write(struct.pack("<iII", rows.type.number, rows.type.nbytes, rows.elements))
     integers = torch.int32 if rows.type.nbytes == 4 else torch.int16
-    columns = torch.empty(rows.elements, cells, dtype=integers)
-    for first, part in rows.parts():
-        columns[:, first : first + len(part)] = (
-            part.view(integers).t().contiguous()
-        )  # torch transposes by blocks
-    write_tensor(file, columns)
+    columns = file.room((rows.elements, cells), integers)
+    for first, part in rows.parts(new_room):
+        arrange(part.view(integers)[:, None], columns.t()[first : first + len(part), None])
+    file.write_tensor(columns)

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from typing import Final, TypeAlias
 
 import torch
@@ -20,7 +19,7 @@ from kvloom.carry.carried import (
     expect_finite,
     floats_of,
 )
-from kvloom.carry.files.writing import Target, written_whole
+from kvloom.carry.files.writing import InMemory, RoomFor, Target, new_room, written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, LayerGeometry, expect_layers
 from kvloom.carry.llama.codes import q8_0_of
@@ -88,7 +87,7 @@ def llama_state(
     rounding: bool = False,
 ) -> bytes:
     """The bytes for ``llama_state_seq_set_data``; arguments and errors as of ``write_llama``."""
-    file = BytesIO()
+    file = InMemory()
     _Plan.of(cache, geometry, "state", kind, pairs, rotated, flash_attention, rounding).write(file)
     return file.getvalue()
 
@@ -201,14 +200,14 @@ class _Rows:
         make = self._codes if wanted.dtype is None else self._floats
         return RowsToWrite(wanted, elements, partial(make, name, number, side, rotary))
 
-    def _floats(self, name: str, number: int, side: CarriedSide, rotary: int) -> _Parts:
+    def _floats(self, name: str, number: int, side: CarriedSide, rotary: int, room: RoomFor) -> _Parts:
         dtype = self._types[name == "values"].dtype or torch.float32
-        for first, x in float_parts(name, number, side, dtype, rotary):
+        for first, x in float_parts(name, number, side, dtype, room, rotary):
             yield first, _as_bytes(x)
 
-    def _codes(self, name: str, number: int, side: CarriedSide, rotary: int) -> _Parts:
-        for first, vectors in side.parts():
-            yield first, self._codes_of(name, number, side, rotary, vectors)
+    def _codes(self, name: str, number: int, side: CarriedSide, rotary: int, room: RoomFor) -> _Parts:
+        for tokens in side.parts():
+            yield tokens.start, self._codes_of(name, number, side, rotary, side.load(tokens))
 
     def _codes_of(self, name: str, number: int, side: CarriedSide, rotary: int, vectors: Vectors) -> Tensor:
         expect_finite(name, number, vectors)
@@ -226,10 +225,10 @@ class _Rows:
         expect_finite(name, number, scales)
         return rows_of(codes, scales)
 
-    def _latents(self, number: int, layer: CarriedLayer, rotary: int) -> _Parts:
+    def _latents(self, number: int, layer: CarriedLayer, rotary: int, room: RoomFor) -> _Parts:
         dtype, parts = self._types[0].dtype or torch.float32, []
         for (name, side), turned in zip(layer.sides, (0, rotary), strict=True):
-            found = float_parts(name, number, replace(side, is_whole=True), dtype, turned)
+            found = float_parts(name, number, replace(side, is_whole=True), dtype, new_room, turned)
             parts.append(next(found)[1])
         yield 0, _as_bytes(torch.cat(parts, -1))
 

@@ -179,7 +179,7 @@ class _PromptCache:
         heads, dim = found.shape[1], found.shape[3]
         kind = dtype_name(DTYPES[found.dtype])
         turned = _turned(rotary, dim) if side == 0 else 0
-        return CarriedSide(count, heads, dim, kind, partial(_load_floats, found, slots, turned))
+        return CarriedSide.of_adjacent(count, heads, dim, kind, partial(_rows, found, slots), turned)
 
     def _codes(self, number: int, side: int, slots: slice | Tensor, rotary: int | None) -> CarriedSide:
         words = self._tensor(f"{number}.{side}.0", ("U32",), 4)
@@ -215,14 +215,9 @@ def _turned(rotary: int | None, head_dim: int) -> int:
     return 0 if rotary is None else rotary or head_dim
 
 
-def _rows(stored: StoredTensor, slots: slice | Tensor, tokens: slice) -> Tensor:
+def _rows(stored: StoredTensor, slots: slice | Tensor, tokens: slice = ALL) -> Tensor:
     """Tokens of a tensor ``[1, H, slots, n]`` as ``[T, H, n]``."""
     return stored.load()[0][:, part_of(slots, tokens)].transpose(0, 1)
-
-
-def _load_floats(stored: StoredTensor, slots: slice | Tensor, rotary: int, tokens: slice = ALL) -> Vectors:
-    x = _rows(stored, slots, tokens)
-    return to_halves(x, rotary) if rotary else x
 
 
 def _load_codes(

@@ -19,7 +19,7 @@ from kvloom.carry.carried import (
     floats_of,
 )
 from kvloom.carry.files.tensor_file import FLOAT_NAMES, TensorToWrite, write_tensors
-from kvloom.carry.files.writing import written_whole
+from kvloom.carry.files.writing import RoomFor, written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.mlx.affine import BITS, GROUPS, quantize
 from kvloom.carry.mlx.reading import CODES, FLOATS, RING, TOKENS
@@ -189,13 +189,13 @@ class _Layer:
                 )
         return found
 
-    def _floats(self, name: str, side: CarriedSide) -> Iterator[tuple[int, Tensor]]:
+    def _floats(self, name: str, side: CarriedSide, room: RoomFor) -> Iterator[tuple[int, Tensor]]:
         dtype = getattr(torch, self._dtype)
         free = self._slots - side.num_tokens  # slots of a ring before its tokens
         if free:
             yield 0, torch.zeros(1, side.heads, free, side.head_dim, dtype=dtype)
         rotary = self._rotary if name == "keys" else 0
-        for first, x in float_parts(name, self.number, side, dtype, rotary):
+        for first, x in float_parts(name, self.number, side, dtype, room, rotary, by_head=True):
             yield free + first, x.transpose(0, 1)[None]
 
     def _codes(self, name: str, side: CarriedSide) -> AffineCodes:

@@ -18,7 +18,17 @@ import torch
 
 from kvloom.errors import ArgumentError, ConfigError, KVError, OutOfMemory, ShapeError
 
-COMPILED: Final = ("store", "load", "copy", "attend", "attend_part", "rotate", "smooth", "smooth_query")
+COMPILED: Final = (
+    "store",
+    "load",
+    "copy",
+    "attend",
+    "attend_part",
+    "rotate",
+    "arrange",
+    "smooth",
+    "smooth_query",
+)
 """The operators that have a compiled kernel."""
 MAX_SMOOTHED: Final = 4096
 """Largest head dim that they can smooth."""

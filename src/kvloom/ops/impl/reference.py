@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import CacheIndex, check_index, check_new, check_slots, check_starts
+from kvloom.core.pairs import arrange as arrange
 from kvloom.core.views import Side, raw, sides_of, slot_stride
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl import by_sequence
