@@ -306,21 +306,15 @@ class Pages:
         for table, first in zip(tables, accumulate(map(len, free), initial=0), strict=False):
             table.move(refs[first : first + table.num_pages])
 
-    def _enlarged(self, missing: int) -> int:
-        """Number of pages to have when ``missing`` more than there are is needed, before any limit."""
-        # Growing by a quarter wastes little, and each token moves about four times in all. Short texts
-        # double, or they would move at every page.
-        have, num_extents = self.pool.num_pages, max(self.pool.num_extents, 1)
-        wanted = have + max(have // 4, min(have, _DOUBLED // self.format.page_size * num_extents), missing)
-        return wanted if self.most is None else max(have + missing, min(wanted, self.most * num_extents))
-
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
         """Number of pages that the pool must have."""
         limit, have = self.format.max_pages, self.pool.num_pages
         missing = growth.num_pages - self.pool.num_free - self.pool.num_evictable
         if missing <= 0:
             return have
-        wanted = self._enlarged(missing)
+        wanted = enlarged(self.pool, self.format.page_size, missing)
+        if self.most is not None:
+            wanted = max(have + missing, min(wanted, self.most * max(self.pool.num_extents, 1)))
         if limit is None:
             return wanted
         if have + missing > limit:
@@ -330,6 +324,14 @@ class Pages:
                 f"got {self.format.max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
             )
         return min(wanted, limit)
+
+
+def enlarged(pool: PagePool, page_size: int, missing: int) -> int:
+    """Number of pages that a pool is to have when it needs ``missing`` more, before any limit."""
+    # Growing by a quarter wastes little, and each token moves about four times in all. Short texts double, or
+    # they would move at every page.
+    have = pool.num_pages
+    return have + max(have // 4, min(have, _DOUBLED // page_size * max(pool.num_extents, 1)), missing)
 
 
 def _num_residual(format: CacheFormat) -> int:

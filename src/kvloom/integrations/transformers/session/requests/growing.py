@@ -5,6 +5,7 @@ from time import monotonic
 from typing import Final
 
 from kvloom.caches import CacheFormat, Pages
+from kvloom.caches.rows.pages import enlarged
 from kvloom.errors import OutOfPages
 from kvloom.paging import Growth
 
@@ -50,7 +51,8 @@ class GrowingPages(Pages):
         if monotonic() < self._next_attempt:
             self._has_skipped = True
             return
-        for count in dict.fromkeys((min(room, max(self._enlarged(short) - have, _FIRST)), min(room, short))):
+        more = enlarged(self.pool, self.format.page_size, short) - have
+        for count in dict.fromkeys((min(room, max(more, _FIRST)), min(room, short))):
             try:
                 self._grow(have + count, 1)
             except (MemoryError, RuntimeError):
