@@ -166,6 +166,9 @@ def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_o
     tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
     assert captured.out == tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
     assert "12 tokens in" in captured.err
+    assert captured.err.endswith(
+        f"where a DynamicCache has {5120 * (len(tokens) - 1):,}]\n"
+    )  # 1,280 floats each
 
 
 def test_generate_says_what_the_next_run_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

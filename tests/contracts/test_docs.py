@@ -81,6 +81,18 @@ def test_the_readme_counts_the_named_layouts() -> None:
     assert f"[{len(LAYOUTS)} named layouts](docs/layouts.md)" in text
 
 
+def test_the_families_are_counted_as_listed() -> None:
+    listed = len(
+        re.findall(
+            r"^\| `(?!model_type)", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
+    assert listed > 200
+    for page in ("README.md", "docs/faq.md", "docs/models.md"):
+        counts = re.findall(r"(\d+) families", (ROOT / page).read_text(encoding="utf-8"))
+        assert {int(x) for x in counts if int(x) > 200} == {listed}, page
+
+
 def test_the_architecture_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     from kvloom.cli import main
 

@@ -34,6 +34,7 @@ FOREIGN = {
     "docs/glossary.md": {"llama.cpp"},
     "docs/guides.md": {"llama.cpp", "path/to/model"},
     "docs/index.md": {"llama.cpp", "path/to/model"},
+    "docs/install.md": {"path/to/model"},
     "docs/layouts.md": {"llama.cpp"},
     "docs/migration.md": {"llama.cpp", "path/to/model"},
     "docs/planning.md": {"path/to/model"},

@@ -95,6 +95,15 @@ def test_split_takes_keys_only() -> None:
     assert kv.tensors == (kv.key.cache, None, None, None)
 
 
+def test_a_view_is_printed_without_its_elements() -> None:
+    codes, scale = torch.zeros(3, 4, 2, 8, dtype=torch.int8), torch.zeros(3, 4, 2, 2)
+    view = KVView.split(SPLIT, torch.zeros(3, 4, 2, 8), codes, value_scale=scale)
+    assert repr(view) == (
+        "KVView(key=Side(B=3, S=4, H=2, D=8, torch.float32, on cpu), "
+        "value=Side(B=3, S=4, H=2, D=8, codes of 8 bits in groups of 4, on cpu))"
+    )
+
+
 def test_view_says_its_sizes() -> None:
     kv = KVView.joint(CacheLayout("2 B S/2 H S%2 D"), torch.zeros(2, 5, 3, 7, 2, 8))
     assert (kv.num_slots, kv.block_size, kv.num_heads, kv.device.type) == (30, 6, 7, "cpu")

@@ -22,6 +22,8 @@ from transformers import (
     EncoderDecoderCache,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     StaticCache,
 )
 
@@ -30,6 +32,14 @@ from kvloom.integrations.transformers import KVCache, continuous_batching, disab
 from kvloom.integrations.transformers.session import SESSIONS
 from kvloom.integrations.transformers.versions import IS_4
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 STEPS = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -315,9 +325,24 @@ def test_what_has_no_keys_and_values_is_refused_by_name() -> None:
     for model in (make_model().config, torch.nn.Linear(2, 2), None):
         with pytest.raises(ArgumentError, match="model must be a PreTrainedModel, got"):
             enable(model)
+        with pytest.raises(ArgumentError, match="model must be a PreTrainedModel, got"):
+            disable(model)
     with pytest.raises(ArgumentError, match="kv must be one of"):
         enable(make_model(), "int7")
     assert not mamba._forward_pre_hooks and not bert._forward_pre_hooks
+
+
+def test_a_cache_that_drops_what_a_model_attends_to_is_refused() -> None:
+    """Windows of another model would leave out tokens without a word; more than is attended to is right."""
+    plain = make_model()
+    sizes = {name: value for name, value in plain.config.to_dict().items() if name in SIZES}
+    near = MistralForCausalLM(MistralConfig(**sizes, sliding_window=8)).eval()
+    inputs = {"input_ids": torch.arange(3, 33)[None], "max_new_tokens": 4, "do_sample": False}
+    expected = near.generate(**inputs)
+    enable(plain), enable(near)
+    with pytest.raises(ArgumentError, match="got the last 8 tokens in layer 0, which attends to all"):
+        plain.generate(**inputs, past_key_values=KVCache.for_model(near))
+    assert torch.equal(near.generate(**inputs, past_key_values=KVCache.for_model(plain)), expected)
 
 
 def test_attention_that_cannot_be_replaced_is_named(

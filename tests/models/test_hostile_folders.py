@@ -229,3 +229,11 @@ def test_an_encoder_and_a_decoder_are_named(name: str, folder: Path) -> None:
     else:
         model, _ = load_model(folder, with_encoder=True)
         assert type(model).__name__ == "BartForConditionalGeneration"
+
+
+@pytest.mark.parametrize("path", [None, 3, b"folder"])
+def test_what_is_no_path_is_named(path: Any) -> None:
+    from kvloom.integrations.transformers import load_model
+
+    with pytest.raises(ArgumentError, match=rf"^path must be the name of a folder, got {path}$"):
+        load_model(path)

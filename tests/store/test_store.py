@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from campaign import times
@@ -19,6 +20,7 @@ from kvloom.store.backends.files import Files
 from kvloom.store.digests import DIGEST_BYTES, TextDigests, salt_digest
 from kvloom.store.format import page_bytes
 from kvloom.store.index import Index, IndexEntry
+from kvloom.store.store import open_store
 
 NUM_LOOKUPS = times(400)
 NUM_SALTS = times(20_000)
@@ -301,6 +303,20 @@ def test_no_other_salt_or_model_is_ever_found() -> None:
 def test_what_is_not_allowed_is_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         KVStore("memory://", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        (5, "store must be a KVStore, a URL or a list of URLs, got 5"),
+        (b"memory://", "store must be a KVStore, a URL or a list of URLs, got b'memory://'"),
+        (["memory://", 5], "store must be one URL or more, got 5"),
+        ([], "store must be one URL or more, got none"),
+    ],
+)
+def test_what_is_no_store_is_named(store: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        open_store(store)
 
 
 @pytest.mark.parametrize("token", [2**63, 1.5, None])

@@ -63,6 +63,13 @@ class Side:
         object.__setattr__(self, "head_dim", head_dim)
         object.__setattr__(self, "dtypes", FLOAT_DTYPES if holds_floats else (cache.dtype,))
 
+    def __repr__(self) -> str:
+        """What it holds, without the elements."""
+        kind = f"codes of {self.bits} bits in groups of {self.group}" if self.bits else f"{self.cache.dtype}"
+        blocks, slots = self.cache.shape[0], self.cache.shape[1] * self.cache.shape[2]
+        sizes = f"B={blocks}, S={slots}, H={self.num_heads}, D={self.head_dim}"
+        return f"Side({sizes}, {kind}, on {self.device})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVView:

@@ -81,7 +81,8 @@ def write(
     show("\n")
     sys.stderr.write(
         f"[{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s; {kv} cache: "
-        f"{cache.nbytes_per_token:,.0f} bytes/token, {cache.nbytes:,} bytes allocated]\n"
+        f"{cache.nbytes_per_token:,.0f} bytes/token, {cache.nbytes:,} bytes allocated, where a "
+        f"DynamicCache has {cache.report()['nbytes_dynamic']:,}]\n"
     )
     if num_new == max_new_tokens < wanted:
         sys.stderr.write(f"[the text ends here: the model has {num_tokens + num_new} positions]\n")

@@ -75,7 +75,8 @@ class KVStore:
         key: bytes | None = None,
     ) -> None:
         if not urls or not all(isinstance(url, str) for url in urls):
-            raise ArgumentError(f"store must be one URL or more, got {len(urls)} arguments")
+            wrong = [url for url in urls if not isinstance(url, str)]
+            raise ArgumentError(f"store must be one URL or more, got {repr(wrong[0]) if wrong else 'none'}")
         if read not in ("cheaper", "always"):
             raise ArgumentError(f"read must be 'cheaper' or 'always', got {read!r}")
         given = {"max_bytes": max_bytes, "max_age": max_age, "max_queued": max_queued, "max_wait": max_wait}
@@ -376,11 +377,13 @@ def open_store(store: KVStore | str | Sequence[str]) -> KVStore:
     """Open a store by its URLs, or return it if it is open.
 
     Raises:
-        ArgumentError: as ``KVStore``.
+        ArgumentError: as ``KVStore``, or it is neither a store nor URLs.
         ModuleNotFoundError: as ``KVStore``.
     """
     if isinstance(store, KVStore):
         return store
+    if isinstance(store, bytes) or not isinstance(store, Sequence):
+        raise ArgumentError(f"store must be a KVStore, a URL or a list of URLs, got {store!r}")
     return KVStore(store) if isinstance(store, str) else KVStore(*store)
 
 

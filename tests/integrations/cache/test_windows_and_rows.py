@@ -225,8 +225,23 @@ def test_the_length_stays_when_rows_are_selected(rows: list[int]) -> None:
     assert cache.get_seq_length() == 27
 
 
-@pytest.mark.parametrize("counts", [[-1], [-1, -1, -1], [1, 0], [0, 2]], ids=str)
-def test_bad_counts_of_rows_are_refused(counts: list[int]) -> None:
+BAD_COUNTS = [
+    [-1],
+    [-1, -1, -1],
+    [1, 0],
+    [0, 2],
+    [-1.0, -1],
+    [-1, "a"],
+    [-1, True],
+    -1.5,
+    None,
+    "ab",
+    torch.zeros(2),
+]
+
+
+@pytest.mark.parametrize("counts", BAD_COUNTS, ids=str)
+def test_bad_counts_of_rows_are_refused(counts: Any) -> None:
     model = make_model()
     cache = KVCache.for_model(model)
     logits_of(model, text(2, 9), cache)

@@ -252,6 +252,10 @@ def test_requests_that_are_refused(model: Any) -> None:
         for prompt, options, message in (
             ([], {}, "input_ids must be at least 2 tokens, got 0"),
             ([5], {}, "input_ids must be at least 2 tokens, got 1"),
+            (5, {}, "input_ids must be a list of token ids, got 5"),
+            ("text", {}, "input_ids must be token ids, which are ints, got 't'"),
+            ([5, 6.5, 7], {}, r"input_ids must be token ids, which are ints, got 6\.5"),
+            ([5, True], {}, "input_ids must be token ids, which are ints, got True"),
             ([5, 6], {"cache_salt": 3}, "cache_salt must be a string, got 3"),
         ):
             with pytest.raises(ArgumentError, match=message):

@@ -110,8 +110,12 @@ def disable(model: Any) -> None:
     """Undo ``enable``: restore the caches and the attention that the model had before.
 
     An attention implementation that was set in between stays. A model that is not enabled is unchanged.
+
+    Raises:
+        ArgumentError: ``model`` is no model, such as a module around one.
     """
     given, model = model, _base_of(model)
+    expect_model(model)
     enabled = getattr(model, _ENABLED, None)
     if enabled is not None:
         enabled.remove(model)
@@ -261,6 +265,23 @@ def _expect_new_tokens(
         )
 
 
+def _expect_all_seen(given: KVCache, own: Any, model: PreTrainedModel) -> None:
+    """Raise ArgumentError if a layer of the ``given`` cache drops tokens that the model attends to.
+
+    Args:
+        given: The caller's cache, perhaps of another model.
+        own: An empty cache for ``model``.
+        model: The model.
+    """
+    for i, (layer, wanted) in enumerate(zip(given.layers, own.layers, strict=False)):
+        window, seen = getattr(layer, "window", None), getattr(wanted, "window", None)
+        if window is not None and (seen is None or window < seen):
+            raise ArgumentError(
+                f"cache must keep what {type(model).__name__} attends to, got the last {window} tokens in "
+                f"layer {i}, which attends to {seen or 'all'}: make it with KVCache.for_model of this model"
+            )
+
+
 class _PrepareCache:
     """Replacement of ``generate``'s method that makes a cache if the caller gave none."""
 
@@ -276,6 +297,7 @@ class _PrepareCache:
         if isinstance(given, KVCache):
             of_encoder = model.config.is_encoder_decoder
             _expect_new_tokens(given, generation_config, model_kwargs, is_of_encoder=of_encoder)
+            _expect_all_seen(given, self._enabled.cache(model), model)
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")

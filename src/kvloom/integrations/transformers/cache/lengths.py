@@ -47,13 +47,17 @@ def counts_of_rows(tokens_to_remove: Any, num_rows: int, removed: Iterable[int])
         removed: Numbers of tokens that the layers have lost so far.
 
     Raises:
-        ArgumentError: there is not one number for each row, or one is positive.
+        ArgumentError: there is not one int for each row, or one is positive.
         UnsupportedError: layers have lost different numbers of tokens, and rows are to lose different ones.
     """
-    counts = torch.as_tensor(tokens_to_remove).tolist()
-    if len(counts) != num_rows or any(n > 0 for n in counts):
+    counts = tokens_to_remove.tolist() if hasattr(tokens_to_remove, "tolist") else tokens_to_remove
+    if (
+        not isinstance(counts, Sequence)
+        or len(counts) != num_rows
+        or any(isinstance(n, bool) or not isinstance(n, int) or n > 0 for n in counts)
+    ):
         raise ArgumentError(
-            f"tokens_to_remove must be one number of at most 0 for each of {num_rows} rows, got {counts}"
+            f"tokens_to_remove must be one number of at most 0 for each of {num_rows} rows, got {counts!r}"
         )
     if len(set(counts)) > 1 and len(set(removed)) > 1:
         raise UnsupportedError(

@@ -46,6 +46,8 @@ def load_model(
         ArgumentError: ``path`` is no such folder, as of another model with an encoder, a file of it is
             damaged or missing, or its weights do not match its configuration.
     """
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"path must be the name of a folder, got {path!r}")
     check_model_folder(Path(path))
     only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     shown = is_progress_bar_enabled()

@@ -1,6 +1,7 @@
 """Checks of configurations of continuous batching, and of token ids."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Sequence, Sized
 from typing import Any, Final
 
 from transformers import ContinuousBatchingConfig
@@ -43,8 +44,20 @@ def _expect_positive(name: str, value: Any) -> None:
         raise ArgumentError(f"{name} must be a positive int, got {value!r}")
 
 
+def expect_prompt(tokens: Any, least: int, model: Any) -> None:
+    """Raise ArgumentError, of ``input_ids``, for what is no list of at least ``least`` ids of tokens."""
+    if not isinstance(tokens, Sized):
+        raise ArgumentError(f"input_ids must be a list of token ids, got {tokens!r}")
+    if len(tokens) < least:
+        raise ArgumentError(f"input_ids must be at least {least} tokens, got {len(tokens)}")
+    expect_known("input_ids", tokens, model)  # type: ignore[arg-type]
+
+
 def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
-    """Raise ArgumentError, with the argument ``name``, for a token without a row in the model's embedding."""
+    """Raise ArgumentError, with the argument ``name``, unless each is the id of a row of the embedding."""
+    for token in [] if set(map(type, tokens)) == {int} else tokens:
+        if isinstance(token, bool) or not _is_integer(token):
+            raise ArgumentError(f"{name} must be token ids, which are ints, got {token!r}")
     num_rows = num_tokens_of(model)
     for token in {min(tokens), max(tokens)}:
         if not 0 <= token < num_rows:
@@ -52,3 +65,12 @@ def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
                 f"{name} must be token ids from 0 to {num_rows - 1}, as the model's embedding has {num_rows} "
                 f"rows, got {token}"
             )
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether a number is one of Python, NumPy or torch without a fraction's type."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True

@@ -29,7 +29,7 @@ from kvloom.integrations.transformers.pool.states import PoolStates, expect_inte
 from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
 from kvloom.integrations.transformers.session.choices.penalties import text_apart
-from kvloom.integrations.transformers.session.config import expect_config, expect_known
+from kvloom.integrations.transformers.session.config import expect_config, expect_prompt
 from kvloom.integrations.transformers.session.drafts import expect_drafts
 from kvloom.integrations.transformers.session.drafts.drafter import Drafter
 from kvloom.integrations.transformers.session.drafts.guesses import MOST
@@ -231,14 +231,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             kwargs: As in transformers.
 
         Raises:
-            ArgumentError: ``input_ids`` is empty, has one token while ``num_return_sequences`` is above 1, or
-                has a token without a row in the model's embedding; or the salt is no string, or the turn is
-                no ``AgentTurn``.
+            ArgumentError: ``input_ids`` is no list, is empty, has one token while ``num_return_sequences`` is
+                above 1, or has what is no int or has no row in the model's embedding; or the salt is no
+                string, or the turn is no ``AgentTurn``.
         """
-        least = 2 if self.num_return_sequences > 1 else 1
-        if len(input_ids) < least:
-            raise ArgumentError(f"input_ids must be at least {least} tokens, got {len(input_ids)}")
-        expect_known("input_ids", input_ids, self.model)
+        expect_prompt(input_ids, 2 if self.num_return_sequences > 1 else 1, self.model)
         expect_salt(cache_salt, "cache_salt")
         if agent_turn is not None and not isinstance(agent_turn, AgentTurn):
             raise ArgumentError(f"agent_turn must be an AgentTurn, got {agent_turn!r}")
