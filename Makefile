@@ -41,6 +41,10 @@ ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=
 PLATFORM := manylinux_2_28
 REPAIR = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*'
 PIP := -m pip --quiet --disable-pip-version-check
+# What .venv has beside kvloom itself.
+EXTRAS := transformers serve store onnx dev
+COMMA := ,
+SPACE := $(subst ,, )
 # Distributions of their own, of files alone.
 FILES := model vectors
 FILE_SOURCES := $(FILES:%=%/pyproject.toml) $(shell find $(FILES:%=%/src) -type f ! -name '*.pyc')
@@ -53,7 +57,9 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-# What a process compiles of Python is kept, or each process of a test would compile all of it again.
+# A module is compiled when it is first imported, since most of what is installed never is; and kept, or each process
+# of a test would compile all of it again.
+export PIP_COMPILE ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-engines test-upcoming \
@@ -344,11 +350,15 @@ $(WITH_TRITON): $(READY)
 clean:
 	rm -rf build dist .nox .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
+# torch first: whatever follows then finds the build that was asked for, and the kernels its headers. Then what kvloom
+# needs, by uv, which takes a tenth of pip's time; where that cannot be had, or does not reach the index that pip is
+# configured for, pip does it with kvloom itself.
 $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "kvloom needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP) install $(TORCH)
 	$(BIN)/python $(PIP) install $(BUILD)
-	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,serve,store,onnx,dev]'
+	@$(BIN)/python $(PIP) install uv && $(BIN)/uv pip install --quiet --python $(BIN)/python \
+	    --requirements pyproject.toml $(EXTRAS:%=--extra %) || echo 'without uv: pip installs what is missing'
+	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[$(subst $(SPACE),$(COMMA),$(EXTRAS))]'
 	@touch $@

@@ -1,23 +1,12 @@
 """The processor that figures are taken on: its name and its last-level caches."""
 
 import os
-import platform
 import re
 from pathlib import Path
 
-INSTRUCTIONS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
+from kvloom.graphics.machine import processor_name as name
 
-
-def name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor, its family and model (names are shared), its widest instructions and its cores."""
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    fields = {field.strip(): value.strip() for field, _, value in (x.partition(":") for x in lines)}
-    text = fields.get("model name", platform.processor())
-    if {"cpu family", "model"} <= fields.keys():
-        text += f" (family {fields['cpu family']}, model {fields['model']})"
-    widest = [with_it for flag, with_it in INSTRUCTIONS.items() if flag in fields.get("flags", "").split()]
-    text += f" with {widest[0]}" if widest else ""
-    return f"{text}, {os.cpu_count()} cores"
+__all__ = ["last_level_cache", "name", "slug"]
 
 
 def slug(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 import struct
@@ -19,6 +20,7 @@ from conform.processes import prepared
 
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
+import kvloom
 from kvloom.cli import main
 
 pytestmark = pytest.mark.process
@@ -93,6 +95,8 @@ def test_files_say_the_same(judged: Judged) -> None:
     assert int(suite.get("failures", "")) == report["failed"] == len(suite.findall("testcase/failure"))
     assert len(suite.findall("testcase")) == int(suite.get("tests", "")) == len(report["outcomes"])
     page = judged.files["html"].read_text(encoding="utf-8")
+    said = json.loads(judged.files["json"].read_text(encoding="utf-8"))["machine"]
+    assert said in html.unescape(page) and f"kvloom {kvloom.__version__}, torch " in said
     assert page.count("<details") == report["failed"]
     assert "http" not in page and "src=" not in page  # it needs nothing else
     if judged.status == 1:

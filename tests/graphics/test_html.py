@@ -1,12 +1,14 @@
 """The pages of HTML: each has the style and the script that all share, once, repeating nothing of another."""
 
 import itertools
+import os
 import re
+from importlib.metadata import version
 from importlib.resources import files
 
 import pytest
 
-from kvloom.graphics.html import read_page
+from kvloom.graphics.html import read_page, results_page
 
 PAGES = [("kvloom.serving.endpoints", "dashboard.html"), ("kvloom.tracing", "view.html")]
 FUNCTION = re.compile(r"^(?:async )?function (\w+)", re.MULTILINE)
@@ -31,3 +33,10 @@ def test_no_line_and_no_function_is_in_two_files() -> None:
     ]
     assert [a & b for a, b in itertools.combinations(lines, 2) if a & b] == []
     assert not set(FUNCTION.findall(script)) & {name for text in own for name in FUNCTION.findall(text)}
+
+
+def test_a_page_of_results_has_no_tags_of_theirs_and_says_where_they_are_from() -> None:
+    page = results_page("<b>", ["kind", "bytes"], [["<i>", "1"]], "<svg></svg>", ["a & b"])
+    assert "<b>" not in page and "<i>" not in page and "&lt;i&gt;</td>" in page
+    assert "<svg></svg>" in page and "a &amp; b" in page
+    assert f"kvloom {version('kvloom')}, torch " in page and f"{os.cpu_count()} cores" in page

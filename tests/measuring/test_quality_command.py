@@ -16,6 +16,8 @@ from kvloom.cli import main
 from kvloom.measuring.chart import Point, as_svg
 from kvloom.models import bundled_model_path
 
+SVG = "http://www.w3.org/2000/svg"
+
 
 def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "text.txt"
@@ -25,8 +27,8 @@ def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.Captur
     table = capsys.readouterr().out
     for word in ("DynamicCache", "5,120", "kvloom int8", "kvloom int4:g32,recent=8", "perplexity"):
         assert word in table
-    plot = tmp_path / "plot.svg"
-    assert main([*arguments, "--json", "--tokens", "40", "--plot", str(plot)]) == 0
+    plot, page = tmp_path / "plot.svg", tmp_path / "page.html"
+    assert main([*arguments, "--json", "--tokens", "40", "--plot", str(plot), "--html", str(page)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["kind"] for row in rows] == ["DynamicCache", "int8", "int4:g32,recent=8"]
     assert [row["nbytes_per_token"] for row in rows] == [5120, 1320, 720 + 32 * 5120 / 8192]
@@ -37,6 +39,9 @@ def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.Captur
     assert main([*arguments, "--json", "--tokens", "60", "--window", "20", "--after", "10"]) == 0
     assert json.loads(capsys.readouterr().out)[1]["num_tokens"] == 3 * 9
     assert ">kvloom int4:g32,recent=8</text>" in plot.read_text(encoding="utf-8")
+    shared = page.read_text(encoding="utf-8")
+    assert plot.read_text(encoding="utf-8") in shared and '<td class="number">1,320</td>' in shared
+    assert f"kvloom {kvloom.__version__}" in shared and "http" not in shared.replace(SVG, "")
 
 
 def test_command_decodes_other_texts_with_other_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from kvloom.conform.describe import describe_tensor
 from kvloom.conform.judging import named
 from kvloom.conform.running import Outcome, Report
 from kvloom.conform.vectors import VERSION
+from kvloom.graphics.machine import this_machine
 from kvloom.terminal import bar
 
 _SHOWN = 5
@@ -158,6 +159,7 @@ def as_json(report: Report) -> str:
     found = {
         "format": "kvloom-report",
         "vectors_version": VERSION,
+        "machine": this_machine(),
         "dialect": report.dialect,
         "target": report.target,
         **{status: report.count(status) for status in ("passed", "failed", "skipped")},
@@ -248,7 +250,7 @@ their failure.</p>
 {"<h2>Failures</h2>" + failures if failures else ""}
 {"<h2>Skipped</h2><ul>" + skipped + "</ul>" if skipped else ""}
 <footer>kvloom conform, vectors of version {VERSION}. One vector again: <code>kvloom conform run --dialect
-{escape(report.dialect)} {escape(report.target)} --vector NUMBER</code></footer>
+{escape(report.dialect)} {escape(report.target)} --vector NUMBER</code><br>{escape(this_machine())}</footer>
 </main>
 <script>
 for (const mark of document.querySelectorAll("a[href]")) mark.onclick = () => {{

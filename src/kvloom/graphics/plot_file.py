@@ -1,6 +1,7 @@
-"""The option ``--plot FILE`` of commands that draw, and the file, by its suffix."""
+"""The options ``--plot FILE`` and ``--html FILE`` of commands that draw, and the picture, by its suffix."""
 
 import argparse
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -21,15 +22,28 @@ def add_plot_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--svg", help=argparse.SUPPRESS, **options)
 
 
+def add_html_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--html FILE``, a page of results for others, checked before the command does anything."""
+    told = "write a page to share: the table, its picture, this machine and its versions"
+    parser.add_argument("--html", type=partial(_file_in, "a page"), metavar="FILE", help=told)
+
+
 def _plot_file(text: str) -> Path:
     """A file that can be written, or an error of argparse."""
     path = Path(text)
     if path.suffix not in _SUFFIXES:
         raise argparse.ArgumentTypeError(f"a plot must end in {', '.join(_SUFFIXES)}, got {text!r}")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"a plot must be in a folder that exists, got {text!r}")
+    _file_in("a plot", text)
     if path.suffix != ".svg" and find_spec("cairosvg") is None:
         raise argparse.ArgumentTypeError(f"{path.suffix} needs cairosvg: pip install cairosvg")
+    return path
+
+
+def _file_in(what: str, text: str) -> Path:
+    """A file in a folder that exists, or an error of argparse."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{what} must be in a folder that exists, got {text!r}")
     return path
 
 

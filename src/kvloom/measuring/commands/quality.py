@@ -12,7 +12,8 @@ from kvloom import terminal
 from kvloom.core.arguments import expect_least, expect_options, expect_within, read_text
 from kvloom.core.spelling import expect_kv, is_plan
 from kvloom.errors import ArgumentError
-from kvloom.graphics.plot_file import add_plot_option, write_plot
+from kvloom.graphics.html import results_page
+from kvloom.graphics.plot_file import add_html_option, add_plot_option, write_plot
 from kvloom.measuring.key_statistics import STATISTICS, parse_statistics
 from kvloom.measuring.texts import HELD_OUT, PACKAGES, texts_named
 from kvloom.models import check_model_folder, iter_texts
@@ -81,6 +82,7 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
                         help="text to choose the plan by (default: training text of the bundled "
                         "model)")  # fmt: skip
     add_plot_option(parser, "error by bytes of a token")
+    add_html_option(parser)
     parser.set_defaults(load=load)
     return parser
 
@@ -129,20 +131,20 @@ def print_quality(args: argparse.Namespace) -> None:
             decode=args.decode,
             on_step=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    how = f"decoded after {after:,} of {windows.shape[1]:,}" if args.decode else "fed in chunks"
+    keys = "" if args.keys == "plain" else f", keys with {args.keys}"
+    title = f"{rows[0].num_tokens:,} tokens of {args.text}, {how}{keys}"
     if args.json:
         sys.stdout.write(json.dumps([_as_json(row) for row in rows], indent=2) + "\n")
     else:
-        how = f"decoded after {after:,} of {windows.shape[1]:,}" if args.decode else "fed in chunks"
-        keys = "" if args.keys == "plain" else f", keys with {args.keys}"
-        _print_table(rows, len(kinds), f"{rows[0].num_tokens:,} tokens of {args.text}, {how}{keys}")
+        _print_table(rows, len(kinds), title)
     if args.plot is not None:
-        from kvloom.measuring.chart import Point, as_svg
-
-        points = [
-            Point(_name(n, row, len(kinds)), row.nbytes_per_token, row.mean_kl, n > len(kinds))
-            for n, row in enumerate(rows)
-        ]
-        write_plot(args.plot, as_svg(points))
+        write_plot(args.plot, _drawn(rows, len(kinds)))
+    if args.html is not None:
+        title = f"{Path(tokenizer.name_or_path).name}: {title}"
+        cells = [_cells(n, row, rows, len(kinds)) for n, row in enumerate(rows)]
+        page = results_page(title, _headings(rows), cells, _drawn(rows, len(kinds)), _notes(rows))
+        args.html.write_text(page, encoding="utf-8")
 
 
 def _read(
@@ -257,27 +259,53 @@ def _worst(head: tuple[int, int, float] | None) -> str:
     return "" if head is None else f"{head[2]:.1%} ({head[0]}, {head[1]})"
 
 
+def _has_encoder(rows: "list[Quality]") -> bool:
+    return rows[0].nbytes_per_encoder_token > 0
+
+
+def _headings(rows: "list[Quality]") -> list[str]:
+    names = ["cache", "bytes", "perplexity", "KL", "agree", "worst head"]
+    return [*names[:2], "encoder's", *names[2:], "encoder's head"] if _has_encoder(rows) else names
+
+
+def _cells(n: int, row: "Quality", rows: "list[Quality]", num_ours: int) -> list[str]:
+    """Texts of row n of the table."""
+    change, has_encoder = row.perplexity / rows[0].perplexity - 1, _has_encoder(rows)
+    return [
+        _name(n, row, num_ours),
+        f"{row.nbytes_per_token:,.0f}",
+        *([f"{row.nbytes_per_encoder_token:,.0f}"] if has_encoder else []),
+        f"{change:+.2%}" if n else f"{row.perplexity:.3f}",
+        f"{row.mean_kl:.1e}" if n else "",
+        f"{row.agreed:.1%}" if n else "",
+        _worst(row.worst_head),
+        *([_worst(row.worst_encoder_head)] if has_encoder else []),
+    ]
+
+
+def _notes(rows: "list[Quality]") -> list[str]:
+    of_encoder = " of the text, and of one of the encoder's" if _has_encoder(rows) else ""
+    return [
+        f"bytes: of a token{of_encoder}; KL (nats), agree: next tokens against DynamicCache's",
+        "worst head: relative error of its output if only its layer has this cache (layer, head)",
+    ]
+
+
 def _print_table(rows: "list[Quality]", num_ours: int, title: str) -> None:
-    has_encoder = rows[0].nbytes_per_encoder_token > 0
-    headings = ["cache", "bytes", "perplexity", "KL", "agree", "worst head"]
-    if has_encoder:
-        headings[2:2] = ["encoder's"]
-        headings.append("encoder's head")
-    table = terminal.table(*headings, title=title)
+    table = terminal.table(*_headings(rows), title=title)
     for n, row in enumerate(rows):
-        change = row.perplexity / rows[0].perplexity - 1
-        table.add_row(
-            _name(n, row, num_ours),
-            f"{row.nbytes_per_token:,.0f}",
-            *([f"{row.nbytes_per_encoder_token:,.0f}"] if has_encoder else []),
-            f"{change:+.2%}" if n else f"{row.perplexity:.3f}",
-            f"{row.mean_kl:.1e}" if n else "",
-            f"{row.agreed:.1%}" if n else "",
-            _worst(row.worst_head),
-            *([_worst(row.worst_encoder_head)] if has_encoder else []),
-        )
-    console = terminal.console(_WIDTH if has_encoder else 0)
+        table.add_row(*_cells(n, row, rows, num_ours))
+    console = terminal.console(_WIDTH if _has_encoder(rows) else 0)
     console.print(table)
-    of_encoder = " of the text, and of one of the encoder's" if has_encoder else ""
-    console.print(f"bytes: of a token{of_encoder}; KL (nats), agree: next tokens against DynamicCache's")
-    console.print("worst head: relative error of its output if only its layer has this cache (layer, head)")
+    for note in _notes(rows):
+        console.print(note)
+
+
+def _drawn(rows: "list[Quality]", num_ours: int) -> str:
+    """Error by bytes of a token, as SVG."""
+    from kvloom.measuring.chart import Point, as_svg
+
+    return as_svg(
+        Point(_name(n, row, num_ours), row.nbytes_per_token, row.mean_kl, n > num_ours)
+        for n, row in enumerate(rows)
+    )
