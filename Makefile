@@ -8,6 +8,7 @@ VLLM_PYTHON ?= vllm==0.33.0
 LMCACHE ?= lmcache==0.5.6
 LLAMA ?= llama-cpp-python==0.3.36
 MLX ?= mlx-lm==0.32.2
+EXECUTORCH ?= executorch==1.5.1
 ONNX_ENGINES ?= openvino==2026.4.1 onnxruntime==1.32.0
 CLIENTS ?= langchain-openai==1.7.4 litellm==1.110.2 lm-eval[api]==0.4.13 trl==1.16.0
 KVPRESS ?= kvpress==0.5.5
@@ -121,11 +122,12 @@ build/vllm/.ready: Makefile .venv-vllm/.ready
 
 # LMCache's own Python reads what is made for it; what it serves with is not installed.
 test-lmcache: $(READY) build/lmcache/.ready
-	PYTHONPATH=build/lmcache $(BIN)/python -m pytest --quiet tests/layouts/test_lmcache_itself.py $(ARGS)
+	PYTHONPATH=build/lmcache $(BIN)/python -m pytest --quiet tests/layouts/test_lmcache_itself.py \
+	    tests/layouts/test_lmcache_engine.py $(ARGS)
 
 build/lmcache/.ready: Makefile
 	$(BIN)/python $(PIP) install --upgrade --target build/lmcache --no-deps $(LMCACHE) numba llvmlite
-	$(BIN)/python $(PIP) install --upgrade --target build/lmcache cachetools py-cpuinfo aiohttp
+	$(BIN)/python $(PIP) install --upgrade --target build/lmcache cachetools py-cpuinfo aiohttp aiofile msgspec pyzmq
 	@touch $@
 
 # Real clients: libraries that ask `kvloom serve`, TRL that trains with its sessions, and kvpress. Each environment has
@@ -149,15 +151,25 @@ build/clients/.ready build/kvpress/.ready: $(READY) Makefile
 
 # Real engines whose caches are carried: a cache of each continues in every other, 32 greedy tokens. Each has an
 # environment of its own; llama.cpp is compiled, in some minutes.
-test-engines: $(READY) $(addprefix build/engines/,$(addsuffix /.ready,llama mlx onnx))
+test-engines: $(READY) $(addprefix build/engines/,$(addsuffix /.ready,llama mlx mlx-0.28.4 onnx executorch))
 	KVLOOM_ENGINES=build/engines $(BIN)/python -m pytest --quiet tests/carry/test_engines.py $(ARGS)
 
 build/engines/llama/.ready: INSTALLED = $(LLAMA) gguf==0.19.0 numpy
 build/engines/mlx/.ready: INSTALLED = mlx[cpu]==0.32.4 $(MLX)
+build/engines/mlx-0.28.4/.ready: INSTALLED = mlx[cpu]==0.32.4 mlx-lm==0.28.4
 build/engines/onnx/.ready: INSTALLED = $(ONNX_ENGINES) onnx==1.23.2
 build/engines/%/.ready: Makefile
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) install $(foreach name,$(INSTALLED),'$(name)')
+	@touch $@
+
+# Over what .venv has, for its torch.
+build/engines/executorch/.ready: Makefile $(READY)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) install --no-deps $(EXECUTORCH) torchao==0.18.0 flatbuffers pyyaml tabulate ruamel.yaml \
+	    packaging expecttest
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE))')" > \
+	    "$$($(@D)/bin/python -c $(SITE))/over.pth"
 	@touch $@
 
 # The newest transformers, prereleases among them: whether it has all that is entered, and the tests with it. Worth a

@@ -30,6 +30,7 @@ from kvloom.carry import (
     write_llama,
     write_mlx,
 )
+from kvloom.carry.mlx.writing import VERSIONS
 from kvloom.models import bundled_model_path, corpus_files
 
 ENGINES = Path(os.environ.get("KVLOOM_ENGINES", "build/engines")).absolute()
@@ -42,7 +43,6 @@ pytestmark = [
     ),
 ]
 NEW, HELD = 32, 300
-SCRIPTS = {"llama": "llama_engine", "mlx": "mlx_engine", "onnx": "onnx_engine"}
 
 
 @dataclass
@@ -175,19 +175,20 @@ class Llama:
 
 
 class Mlx:
-    def __init__(self, bits: int = 0) -> None:
-        self.bits, self.name = bits, f"mlx-lm {bits or 'float32'}"
+    def __init__(self, bits: int = 0, version: str = VERSIONS[0]) -> None:
+        self.bits, self.version, self.name = bits, version, f"mlx-lm {version} {bits or 'float32'}"
+        self.venv = "mlx" if version == VERSIONS[0] else f"mlx-{version}"
 
     def own(self, given: Given) -> tuple[CarriedCache, Said]:
-        path = given.folder / "own.mlx.safetensors"
-        said = run("mlx", "mlx_engine", given, save=path, bits=self.bits)
+        path = given.folder / f"own.{self.version}.safetensors"  # mapped, so never written again
+        said = run(self.venv, "mlx_engine", given, save=path, bits=self.bits)
         return read_mlx(path, geometry_of(given.model), tokens=given.held), said
 
     def other(self, given: Given, cache: CarriedCache) -> Said:
         path = given.folder / "other.mlx.safetensors"
         keeps = not self.bits or cache.kinds[0].startswith("affine")
-        write_mlx(cache, path, bits=0 if keeps else self.bits, rounding=not keeps)
-        return run("mlx", "mlx_engine", given, load=path, bits=self.bits)
+        write_mlx(cache, path, bits=0 if keeps else self.bits, rounding=not keeps, version=self.version)
+        return run(self.venv, "mlx_engine", given, load=path, bits=self.bits)
 
 
 class Onnx:
@@ -222,6 +223,28 @@ class Onnx:
         return self.ask(given, load=path)
 
 
+class Executorch:
+    """A program whose buffers have room behind the tokens."""
+
+    name, slots = "executorch", 384
+
+    def own(self, given: Given) -> tuple[CarriedCache, Said]:
+        path = given.folder / "own.pte.npz"
+        said = run("executorch", "executorch_engine", given, save=path)
+        arrays = {k: torch.from_numpy(x) for k, x in np.load(path).items()}
+        held = given.held
+        return read_arrays(
+            arrays, self.name, geometry_of(given.model), num_tokens=len(held), tokens=held
+        ), said
+
+    def other(self, given: Given, cache: CarriedCache) -> Said:
+        names = [(f"k_cache.{i}", f"v_cache.{i}") for i in range(len(cache.layers))]
+        arrays = write_arrays(cache, self.name, geometry_of(given.model), names=names, slots=self.slots)
+        path = given.folder / "other.pte.npz"
+        np.savez(path, **{k: x.numpy() for k, x in arrays.items()})
+        return run("executorch", "executorch_engine", given, load=path)
+
+
 class Torch:
     name = "kvloom"
 
@@ -233,7 +256,10 @@ class Torch:
         return torch_goes_on(given, to_cache(cache, given.model))
 
 
-EXACT = [Torch(), Llama(), Mlx(), Onnx("openvino"), Onnx("onnxruntime"), Onnx("onnxruntime", True)]
+EXACT = [
+    Torch(), Llama(), Mlx(), Mlx(0, VERSIONS[1]), Onnx("openvino"), Onnx("onnxruntime"),
+    Onnx("onnxruntime", True), Executorch(),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +290,7 @@ def test_float32_continues_everywhere(bundled: Given, capsys: pytest.CaptureFixt
 ROUNDED = [
     Llama(flash=True), Llama("f16"), Llama("f16", flash=True), Llama("q8_0", True), Llama("q8_0", True, True),
     Llama("bf16"), Llama(form="context"), Llama(form="state"), Mlx(8), Mlx(4),
+    Mlx(8, VERSIONS[1]), Mlx(4, VERSIONS[1]),
 ]  # fmt: skip
 
 
@@ -275,7 +302,7 @@ def test_rounded_caches_come_back(bundled: Given, engine: Any) -> None:
     again = engine.other(bundled, cache)
     assert again.tokens == said.tokens
     assert torch.equal(again.logits, said.logits)
-    if engine.name != "mlx-lm 4":  # whose new tokens have 4 bits, too, in mlx-lm alone
+    if not engine.name.endswith(" 4"):  # whose new tokens have 4 bits, too, in mlx-lm alone
         assert torch_goes_on(bundled, to_cache(cache, bundled.model)).tokens == said.tokens
     through = engine.other(bundled, from_cache(to_cache(cache, bundled.model), bundled.model, bundled.held))
     if engine.name.startswith("llama.cpp"):
