@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, Sc
 from kvloom.core import checks
 from kvloom.ops import PositionalBias, alibi_slopes, api
 from kvloom.ops.impl.triton import attend, attend_latent, attend_plan, load, store
+from kvloom.ops.impl.triton.vectors import transform
 
 PAGE = 16
 KINDS = {"plain": None, "int8": QuantSpec(8, 64), "int4": QuantSpec(4, 64), "int8 g8": QuantSpec(8, 8),
@@ -100,13 +102,15 @@ def main() -> None:
     parser.add_argument(
         "--latent", action="store_true", help="keys of one head are latents, values rope keys"
     )
+    parser.add_argument("--vectors", action="store_true", help="smoothing and rotation alone")
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
     compiled = compile_instead_of_launching()
     attend.overlap = attend_plan.overlap = lambda device: {"OVERLAPS": True, "launch_pdl": True}
     checks.can_read = attend.can_read = load.can_read = store.can_read = lambda x: False
     for line in sys.stdin:
         compiled.clear()
-        compile_case(parser.parse_args([word.replace("_", " ") for word in line.split()]))
+        args = parser.parse_args([word.replace("_", " ") for word in line.split()])
+        (compile_vectors if args.vectors else compile_case)(args)
         sys.stdout.write(json.dumps(compiled) + "\n")
         sys.stdout.flush()
 
@@ -153,6 +157,23 @@ def compile_case(args: argparse.Namespace) -> None:
     query = torch.zeros(16 * args.sequences, query_heads, width, dtype=dtype)
     run = attend_latent.attend_latent if args.latent else attend.attend
     run(*api.attend_arguments(query, kv, batch, scores, width), *api.bias_arguments(scores))
+
+
+def compile_vectors(args: argparse.Namespace) -> None:
+    """Call smooth, its inverse, smooth_query and rotate."""
+    heads, dim, pairs, block = 8, args.head_dim, args.pairs, math.gcd(args.head_dim, 1024)
+    dtype = getattr(torch, args.dtype)
+    key = torch.zeros(args.tokens, heads, dim, dtype=dtype)
+    query = torch.zeros(args.tokens, heads * args.ratio, dim, dtype=dtype)
+    factor, positions = torch.ones(heads, dim), torch.arange(args.tokens)
+    offset: tuple[Any, ...] = (None, None, None)
+    if pairs:
+        channels = torch.arange(2 * pairs).view(pairs, 2).expand(heads, -1, -1)
+        offset = torch.zeros(heads, pairs, 2), channels, torch.ones(heads, pairs, dtype=torch.float64)
+    transform.smooth(key, positions, factor, *offset, 0, False)
+    transform.smooth(key, positions, factor, *offset, block, True)
+    transform.smooth_query(query, factor, *offset[:2], block)
+    transform.rotate(key, block)
 
 
 if __name__ == "__main__":

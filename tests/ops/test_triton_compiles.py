@@ -86,6 +86,20 @@ def test_kernels_compile(case: str, compiled: Compile) -> None:
         assert all(x["tensor_cores"] for x in kernels[3:5])
 
 
+@pytest.mark.parametrize(
+    "options", ["--pairs 9", "--head-dim 80", "--pairs 4 --dtype float16 --head-dim 256"]
+)
+def test_vectors_are_smoothed_and_rotated_without_spills_for_any_number(
+    options: str, compiled: Compile
+) -> None:
+    steps = [compiled(f"--vectors {options} --tokens {tokens}") for tokens in (2, 5, 48)]
+    assert [x["kernel"] for x in steps[0]] == ["_vectors_kernel"] * 4
+    # Angles are reduced in an array of some bytes, as CUDA's own cosine does.
+    assert all(int(str(x["stack"])) <= 64 for x in steps[0][:2])
+    assert all(x["stack"] == 0 for x in steps[0][2:])
+    assert len({tuple(x["hash"] for x in step) for step in steps}) == 1
+
+
 @pytest.mark.parametrize("options", ["--kind int4", "--everything"])
 def test_steps_of_all_sizes_run_the_same_machine_code(options: str, compiled: Compile) -> None:
     """Compiling takes seconds, in which a server answers nobody."""

@@ -23,7 +23,7 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
         x: ``[T, H, D]`` or ``[B, H, N, D]`` float32, float16 or bfloat16, any strides; its gradient is lost.
         block: Elements that are rotated together, a power of two up to 1,024 that divides D; see
             ``kvloom.quant.rotation.block_of``.
-        backend: ``"auto"`` (by device), ``"reference"`` or ``"cpu"``.
+        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         A new tensor with the shape, the dtype and the memory order of heads and tokens of ``x``.

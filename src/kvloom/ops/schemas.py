@@ -80,8 +80,8 @@ LIB.impl("attend_part.latent", reference.attend_latent_part, "CompositeExplicitA
 
 
 def _store_transformed(key: Tensor, value: Tensor | None, slots: Tensor, *args: Any) -> None:
-    """Transform, then store with the kernel of the device."""
-    key, value = reference.transformed(key, value, *args[5:])
+    """Transform, then store, with the kernels of the device."""
+    key, value = reference.transformed(key, value, *args[5:], operators=_transforms())
     torch.ops.kvloom.store.default(key, value, slots, *args[:5])
 
 
@@ -91,8 +91,12 @@ LIB.impl("store.transformed", _store_transformed, "CompositeExplicitAutograd")
 def _load_transformed(slots: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
     """Load, then invert the transform, with the kernels of the device."""
     key, value = torch.ops.kvloom.load.default(slots, *args[:5], 1)
-    operators = torch.ops.kvloom.smooth.default, torch.ops.kvloom.rotate.default
-    return reference.transformed(key, value, *args[5:], is_restored=True, operators=operators)
+    return reference.transformed(key, value, *args[5:], is_restored=True, operators=_transforms())
+
+
+def _transforms() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """What smooths and what rotates on the device of its tensors."""
+    return torch.ops.kvloom.smooth.default, torch.ops.kvloom.rotate.default
 
 
 LIB.impl("load.transformed", _load_transformed, "CompositeExplicitAutograd")

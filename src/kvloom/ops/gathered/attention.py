@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvloom.core.views import KVView
@@ -151,15 +150,19 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: 
     )
     if window is not None and query.is_cuda:
         out = _windowed(query, key, value, scale, window)
+    elif query.is_cuda and num_new < num_seen:
+        # What torch calls for ``causal_lower_right``, which no mode of torch may look at.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out = flash(query, key, value, is_causal=True, scale=scale)[0]
     else:
-        mask: Any = causal_lower_right(num_new, num_seen)
-        if window is not None:
-            distance = torch.arange(num_seen - num_new, num_seen, device=query.device).unsqueeze(1)
-            distance = distance - torch.arange(num_seen, device=query.device)
-            mask = (distance >= 0) & (distance < window)
-        has_groups = query.shape[1] != key.shape[1]
+        mask = None
+        if window is not None or num_new < num_seen:
+            behind = torch.arange(num_seen - num_new, num_seen, device=query.device).unsqueeze(1)
+            behind = behind - torch.arange(num_seen, device=query.device)
+            mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        has_groups, is_causal = query.shape[1] != key.shape[1], mask is None
         out = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=has_groups
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=has_groups
         )
     return out[..., :value_dim]
 

@@ -23,8 +23,14 @@ OPERATORS = {
     "attend_part": "attend_part",
     "attend_part.biased": "attend_part",
     "attend_part.latent": "attend_latent_part",
+    "smooth": "smooth",
+    "smooth_query": "smooth_query",
+    "rotate": "rotate",
 }
-"""Overloads with a kernel; each value is a module with the operator and its limits."""
+"""Overloads with a kernel; each value is the operator's name."""
+
+_MODULES = dict.fromkeys(("smooth", "smooth_query", "rotate"), "vectors.transform")
+"""Modules that have an operator and its limits; others have the operator's name."""
 
 
 def operator(name: str) -> Callable[..., Any]:
@@ -59,4 +65,4 @@ def triton_version() -> str:
 
 @cache
 def _module(name: str) -> Any:
-    return import_module(f"{__name__}.{name}")
+    return import_module(f"{__name__}.{_MODULES.get(name, name)}")

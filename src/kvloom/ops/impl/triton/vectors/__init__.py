@@ -1,0 +1,1 @@
+"""Kernels of head vectors outside caches: smoothing and rotation."""
