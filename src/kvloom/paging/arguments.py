@@ -1,8 +1,9 @@
 """Checks of the arguments of pools, trees and tables."""
 
+import operator
 import struct
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 
@@ -32,9 +33,23 @@ def refused_tokens(tokens: Iterable[object]) -> ArgumentError:
     return ArgumentError(f"tokens must be signed 64-bit integers, got {wrong!r:.60}")
 
 
+def token_ids(tokens: Any) -> list[int]:
+    """Ids of tokens as ints, of a list or of a tensor or array of one axis.
+
+    Raises:
+        ArgumentError: one is no integer, or ``tokens`` are no sequence.
+    """
+    if not isinstance(tokens, Iterable):
+        raise ArgumentError(f"tokens must be a list of integers, got {tokens!r:.60}")
+    try:
+        return [*map(operator.index, tokens)]
+    except TypeError:
+        raise refused_tokens(tokens) from None
+
+
 def _is_int64(x: object) -> bool:
     try:
         struct.pack("=q", x)
-    except struct.error:
+    except (struct.error, TypeError):  # the latter of tensors of floats
         return False
     return True

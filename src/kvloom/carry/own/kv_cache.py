@@ -27,6 +27,7 @@ from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.cache.kv_cache import KVCache
 from kvloom.integrations.transformers.cache.layers import KVCacheLayer
+from kvloom.paging.arguments import token_ids
 from kvloom.quant.rotation import block_of
 
 
@@ -43,7 +44,7 @@ def from_cache(cache: KVCache, model: Any, tokens: Sequence[int] | None = None) 
 
     Raises:
         ArgumentError: the cache has other than one row, is empty or padded, is not of the model, or
-            ``tokens`` are not as many as it has seen.
+            ``tokens`` are not as many as it has seen, or no integers.
         UnsupportedError: a layer keeps anything else than keys and values of the tokens.
     """
     geometry = geometry_of(model)
@@ -53,6 +54,7 @@ def from_cache(cache: KVCache, model: Any, tokens: Sequence[int] | None = None) 
     held, count = cache.fork(), int(cache.get_seq_length())
     if len(held.layers) != len(geometry.layers):
         raise ArgumentError(f"cache must have {len(geometry.layers)} layers, got {len(held.layers)}")
+    ids = None if tokens is None else tuple(token_ids(tokens))
     layers = []
     for i, (layer, sizes) in enumerate(zip(held.layers, geometry.layers, strict=True)):
         if not isinstance(layer, KVCacheLayer):
@@ -60,7 +62,7 @@ def from_cache(cache: KVCache, model: Any, tokens: Sequence[int] | None = None) 
                 f"cache must have keys and values in layer {i}, got {type(layer).__name__}"
             )
         layers.append(_held(i, layer, sizes.window, sizes.has_latents))
-    found = CarriedCache(tuple(layers), count, None if tokens is None else tuple(map(int, tokens)))
+    found = CarriedCache(tuple(layers), count, ids)
     expect_layers(found, geometry)
     return found
 

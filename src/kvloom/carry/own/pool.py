@@ -17,6 +17,7 @@ from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.exchange import known_prefix
 from kvloom.integrations.transformers.models.text_config import text_config_of
 from kvloom.integrations.transformers.pool.kv_pool import KVPool
+from kvloom.paging.arguments import token_ids
 
 
 def from_pool(pool: KVPool, tokens: Sequence[int], salt: str = "") -> CarriedCache:
@@ -28,11 +29,11 @@ def from_pool(pool: KVPool, tokens: Sequence[int], salt: str = "") -> CarriedCac
         salt: Salt with which it was committed.
 
     Raises:
-        ArgumentError: the first page of the text is not known.
+        ArgumentError: the first page of the text is not known, or a token is no integer.
         StateError: the pool was loaded and has no model yet.
         UnsupportedError: as ``from_cache``.
     """
-    ids = [*map(int, tokens)]
+    ids = token_ids(tokens)
     cache = known_prefix(pool, ids, salt)
     if cache is None:
         raise ArgumentError("pool must have the first page of the text, has none of it")
