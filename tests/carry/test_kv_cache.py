@@ -140,12 +140,8 @@ def test_what_is_no_single_whole_sequence_is_refused() -> None:
     assert "tokens must be the 20 of the cache, got 3" in refused(
         prefilled(model, text(20)), model, tokens=[1, 2, 3]
     )
-    for tokens, named in (
-        ([1] * 19 + [2.5], "2.5"),
-        ("x" * 20, "'x'"),
-        (torch.zeros(20), "tensor(0.)"),
-        (7, "7"),
-    ):
+    assert refused(prefilled(model, text(20)), model, tokens=7) == "tokens must be a list of integers, got 7"
+    for tokens, named in (([1] * 19 + [2.5], "2.5"), ("x" * 20, "'x'"), (torch.zeros(20), "tensor(0.)")):
         message = f"tokens must be signed 64-bit integers, got {named}"
         assert refused(prefilled(model, text(20)), model, tokens=tokens) == message
     assert "got 0 rows" in refused(KVCache.for_model(model), model)

@@ -39,10 +39,12 @@ def token_ids(tokens: Any) -> list[int]:
     Raises:
         ArgumentError: one is no integer, or ``tokens`` are no sequence.
     """
+    if not isinstance(tokens, Iterable):
+        raise ArgumentError(f"tokens must be a list of integers, got {tokens!r:.60}")
     try:
         return [*map(operator.index, tokens)]
     except TypeError:
-        raise refused_tokens(tokens if isinstance(tokens, Iterable) else [tokens]) from None
+        raise refused_tokens(tokens) from None
 
 
 def _is_int64(x: object) -> bool:
