@@ -301,12 +301,12 @@ def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch: pytest.Monkey
     assert out.getvalue().startswith(b"caf\\xe9 = ")
 
 
-def print_to(output: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+def print_to(output: Any, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """A command that imports little, in a process of its own, whose standard output is ``output``."""
     trace = folder / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [1]}\n')
     code = "import sys; from kvloom.cli import main; sys.exit(main())"
-    command = [sys.executable, "-E", "-c", code, "simulate", str(trace), "--json"]
+    command = [sys.executable, "-E", "-c", code, "simulate", str(trace), *options]
     return subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
 
 
@@ -314,16 +314,17 @@ def print_to(output: Any, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = print_to(full, tmp_path)
+        done = print_to(full, tmp_path, "--json")
     assert done.returncode == 2
     assert done.stderr == "kvloom: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.process
-def test_a_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [("--json",), ()], ids=["text", "table"])
+def test_a_reader_that_has_gone_is_no_error(options: tuple[str, ...], tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = print_to(writing, tmp_path)
+    done = print_to(writing, tmp_path, *options)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

@@ -315,7 +315,7 @@ def _load_folder(path: Path | None, dtype: str = "auto", *, with_encoder: bool =
 
 def _sizes(path: Path) -> Any:
     """Sizes of the layers of a folder's model, made without weights."""
-    with _somebodys_folder(path):
+    with _somebodys_folder(path), terminal.waiting("making the model without its weights"):
         from kvloom.carry.own.model_geometry import geometry_of
         from kvloom.planning.making import model_of, read_config, without_data
 
@@ -331,9 +331,10 @@ def _info(args: argparse.Namespace) -> None:
 
 def _load(path: Path | None, dtype: str = "auto", *, with_encoder: bool = False) -> tuple[Any, Any]:
     """Load model and tokenizer on the best device; the bundled ones by default."""
-    import torch
+    with terminal.waiting("importing torch and transformers"):
+        import torch
 
-    from kvloom.integrations.transformers import load_model
+        from kvloom.integrations.transformers import load_model
 
     # No progress bar for a file of a few megabytes, nor without a terminal.
     model, tokenizer = load_model(

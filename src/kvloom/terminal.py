@@ -86,15 +86,20 @@ def _told(words: str, value: Any) -> str:
     return str(value)
 
 
-def console(least_width: int = 0) -> "Console":
-    """Standard output, whose texts have no markup.
+def console(least_width: int = 0, *, markup: bool = False) -> "Console":
+    """Standard output; a print to a closed pipe raises BrokenPipeError, as any other write.
 
     Args:
         least_width: Least width of a terminal, in characters, below which it breaks lines by itself.
+        markup: Whether texts have rich's markup.
     """
     from rich.console import Console
 
-    made = Console(highlight=False, markup=False)
+    class _Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704, called where it is handled
+
+    made = _Output(highlight=False, markup=markup)
     made.width = max(made.width, least_width) if made.is_terminal else _ENDLESS
     return made
 

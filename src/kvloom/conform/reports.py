@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 
 from torch import Tensor
 
+from kvloom import terminal
 from kvloom.conform.causes import Cause
 from kvloom.conform.describe import describe_tensor
 from kvloom.conform.judging import named
 from kvloom.conform.running import Outcome, Report
 from kvloom.conform.vectors import VERSION
 from kvloom.graphics.machine import this_machine
-from kvloom.terminal import bar
 
 _SHOWN = 5
 """Maximum number of failures, and of reasons, in the terminal."""
@@ -31,7 +31,7 @@ def progress(dialect: str, total: int) -> Iterator[Callable[[Outcome], None]]:
 
     failures = TextColumn("{task.fields[failed]} failed")
     columns = (TextColumn(dialect), BarColumn(), MofNCompleteColumn(), failures)
-    with bar(*columns) as shown:
+    with terminal.bar(*columns) as shown:
         task = shown.add_task("run", total=total, failed=0)
         failed = 0
 
@@ -45,10 +45,9 @@ def progress(dialect: str, total: int) -> Iterator[Callable[[Outcome], None]]:
 
 def print_report(report: Report) -> None:
     """Print a report to the terminal."""
-    from rich.console import Console
     from rich.markup import escape as plain
 
-    console = Console(highlight=False)
+    console = terminal.console(markup=True)
     for outcome in report.failures[:_SHOWN]:
         console.print(
             f"[bold red]failed[/] [bold]{plain(outcome.vector.name)}[/]  {plain(outcome.vector.about)}"

@@ -74,11 +74,12 @@ def print_plans(args: argparse.Namespace) -> None:
         expect_kv("--kv", args.kv)
     memory = None if args.memory is None else parse_bytes("--memory", args.memory)
     weights = None if args.weights is None else parse_bytes("--weights", args.weights)
-    from kvloom.planning.making import read_config
-    from kvloom.planning.model import ModelShape
-    from kvloom.planning.plan import kinds_for, plan
+    with terminal.waiting("making the model without its weights"):
+        from kvloom.planning.making import read_config
+        from kvloom.planning.model import ModelShape
+        from kvloom.planning.plan import kinds_for, plan
 
-    shape = ModelShape.of(read_config(args.model), weights)
+        shape = ModelShape.of(read_config(args.model), weights)
     kinds = kinds_for(shape) if args.kv is None else [args.kv]
     plans = [
         plan(

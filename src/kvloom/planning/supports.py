@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvloom import terminal
 from kvloom.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def print_support(args: argparse.Namespace) -> None:
     """Print what the layers of a model keep, and which uses it allows."""
-    from kvloom.planning.making import read_config
+    with terminal.waiting("making the model without its weights"):
+        from kvloom.planning.making import read_config
 
-    found = support_of_config(read_config(args.model))
+        found = support_of_config(read_config(args.model))
     sys.stdout.write(json.dumps(asdict(found)) if args.json else as_text(found))
     sys.stdout.write("\n")
 

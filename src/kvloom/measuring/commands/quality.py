@@ -103,8 +103,9 @@ def print_quality(args: argparse.Namespace) -> None:
     texts = texts_named(args.text)
     if args.model is not None:
         check_model_folder(args.model)  # before imports that take seconds
-    from kvloom.measuring.changed_keys import changed_keys
-    from kvloom.measuring.quality import quality
+    with terminal.waiting("importing torch and transformers"):
+        from kvloom.measuring.changed_keys import changed_keys
+        from kvloom.measuring.quality import quality
 
     model, tokenizer = args.load(args.model)
     window = _within_positions(model, args.window)
