@@ -313,7 +313,7 @@ NAMES = [
     "qwen2", "gemma3", "gpt2", "yarn", "phi", "stablelm", "neox", "glm",
     *(["deepseek"] if HAS_LATENTS else []),
 ]  # fmt: skip
-IN_MLX = ("qwen2", "gemma3", "yarn", "phi", "stablelm", "neox")
+IN_MLX = ("qwen2", "gemma3", "yarn", "phi", "stablelm", "neox", "deepseek")
 """Those whose names of weights and numbers mlx-lm has."""
 
 

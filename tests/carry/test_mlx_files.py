@@ -207,3 +207,20 @@ def test_what_mlx_cannot_hold_is_refused(tmp_path: Path) -> None:
         write_mlx(cache(window=8), tmp_path / "a", version="0.28.4")
     assert not [*tmp_path.iterdir()]
     assert isinstance(quantize(torch.zeros(1, 1, 64), 8, 64, torch.float32), AffineCodes)
+
+
+def test_latents_have_adjacent_rope_keys(tmp_path: Path) -> None:
+    """As DeepSeek's layer in mlx-lm 0.32.2 gives them to its cache; the older one keeps whole keys."""
+    latents, rope = made.numbers(2, 7, 1, 64), made.numbers(2, 7, 1, 16, seed=1)
+    sides = [[CarriedSide.of(x) for x in layer] for layer in zip(latents, rope, strict=True)]
+    given = CarriedCache(tuple(CarriedLayer(*x, has_latents=True) for x in sides), 7)
+    write_mlx(given, tmp_path / "latents")
+    stored = load_file(tmp_path / "latents")
+    assert torch.equal(stored["1.0"], latents[1].transpose(0, 1)[None])
+    assert torch.equal(stored["1.1"], made.adjacent(rope[1]).transpose(0, 1)[None])
+    again = read_mlx(tmp_path / "latents", made.LATENTS)
+    assert again.layers[1].has_latents
+    assert same(again, given)
+    for more in ({"version": "0.28.4"}, {"bits": 8, "rounding": True}):
+        with pytest.raises(UnsupportedError, match="got latents in layer 0"):
+            write_mlx(given, tmp_path / "other", **more)

@@ -2,7 +2,8 @@
 
 Files have two forms, and neither version of mlx-lm reads the other's.
 
-A layer's keys and values are tensors ``[1, H, slots, D]``; of codes they are words, scales and offsets.
+A layer's keys and values are tensors ``[1, H, slots, D]``; of codes they are words, scales and offsets. In
+0.32.2 latents and rope keys take their place, one head each; the pairs of the rope keys are adjacent.
 
 =====================  ============================================  ===================================
 what                   0.32.2                                        0.28.4
@@ -75,7 +76,12 @@ def read_mlx(
     layers = []
     for i in range(prompt_cache.num_layers):
         turned = None if pairs != "adjacent" else rotary[i] if rotary and i < len(rotary) else 0
-        layers.append(prompt_cache.layer(i, turned))
+        sizes = geometry.layers[i] if geometry is not None and i < len(geometry.layers) else None
+        layers.append(
+            prompt_cache.layer(i, turned)
+            if sizes is None or not sizes.has_latents
+            else prompt_cache.latents(i, sizes.rotary)
+        )
     counts = {prompt_cache.num_tokens(i) for i in range(prompt_cache.num_layers)}
     if len(counts) != 1:
         raise ArgumentError(f"source must have as many tokens in every layer, got {sorted(counts)}")
@@ -147,11 +153,20 @@ class _PromptCache:
                 self._tensor(f"{number}.0", _FLOAT_NAMES, 4).shape[2],
             )
             order = self._ring(number, held, count, window)
-            sides = [self._floats(number, side, order, rotary) for side in (0, 1)]
+            sides = [self._floats(number, side, order, (rotary, None)[side]) for side in (0, 1)]
             return CarriedLayer(sides[0], sides[1], window)
         read = self._codes if kind == CODES else self._floats
-        sides = [read(number, side, slots, rotary) for side in (0, 1)]
+        sides = [read(number, side, slots, (rotary, None)[side]) for side in (0, 1)]
         return CarriedLayer(sides[0], sides[1], window)
+
+    def latents(self, number: int, rotary: int) -> CarriedLayer:
+        """A layer of latents and rope keys, whose pairs are adjacent."""
+        if self.is_old or self._class(number) != FLOATS:
+            got = f"{self._class(number)} of {'an older' if self.is_old else 'this'} version"
+            raise UnsupportedError(f"source must have latents in a {FLOATS} of 0.32.2, got {got} in {number}")
+        slots = slice(0, self.num_tokens(number))
+        latents, rope = self._floats(number, 0, slots, None), self._floats(number, 1, slots, rotary)
+        return CarriedLayer(latents, rope, has_latents=True)
 
     def _ring(self, number: int, held: int, count: int, window: int) -> Tensor:
         """Slots of the last tokens of a ring of ``held`` slots, in order of positions."""
@@ -178,7 +193,7 @@ class _PromptCache:
         count = self._expect_slots(number, found, slots)
         heads, dim = found.shape[1], found.shape[3]
         kind = dtype_name(DTYPES[found.dtype])
-        turned = _turned(rotary, dim) if side == 0 else 0
+        turned = _turned(rotary, dim)
         return CarriedSide.of_adjacent(count, heads, dim, kind, partial(_rows, found, slots), turned)
 
     def _codes(self, number: int, side: int, slots: slice | Tensor, rotary: int | None) -> CarriedSide:
@@ -195,7 +210,7 @@ class _PromptCache:
                 f"source must have a scale and an offset of each {group} elements in layer {number}, got "
                 f"{[list(x.shape) for x in rest]} of {list(words.shape)}"
             )
-        turned = _turned(rotary, dim) if side == 0 else 0
+        turned = _turned(rotary, dim)
         load = partial(_load_codes, (words, *rest), slots, bits, turned)
         return CarriedSide(count, words.shape[1], dim, f"affine{bits}:g{group}", load)
 

@@ -69,7 +69,7 @@ def write_mlx(
         raise ArgumentError(f"version must be one of {', '.join(VERSIONS)}, got {version!r}")
     if bits and (bits not in BITS or group not in GROUPS):
         raise ArgumentError(f"bits must be of {BITS} in groups of {GROUPS}, got {bits} in {group}")
-    _expect_carried(cache, version)
+    _expect_carried(cache, version, bits)
     keeps = not bits and all(x.startswith("affine") for x in cache.kinds) and pairs != "adjacent"
     dtype = _dtype(cache, kind, keeps)
     if not keeps and bits and not rounding:
@@ -103,12 +103,14 @@ def write_mlx(
         write_tensors(file, tensors, said)
 
 
-def _expect_carried(cache: CarriedCache, version: str) -> None:
+def _expect_carried(cache: CarriedCache, version: str, bits: int) -> None:
     for i, layer in enumerate(cache.layers):
         if layer.window is not None and version != VERSIONS[0]:
             raise UnsupportedError(f"version must be {VERSIONS[0]} for layers with a window, got {version}")
-        if layer.has_latents:
-            raise UnsupportedError(f"cache must have keys and values for mlx-lm, got latents in layer {i}")
+        if layer.has_latents and (bits or version != VERSIONS[0]):
+            raise UnsupportedError(
+                f"cache must have keys and values for codes and for {VERSIONS[1]}, got latents in layer {i}"
+            )
         if layer.window is not None and layer.keys.kind.startswith("affine"):
             raise UnsupportedError(f"cache must have floats in layers with a window, got codes in layer {i}")
 
@@ -195,6 +197,8 @@ class _Layer:
         if free:
             yield 0, torch.zeros(1, side.heads, free, side.head_dim, dtype=dtype)
         rotary = self._rotary if name == "keys" else 0
+        if self._layer.has_latents:  # a rope key is turned as a whole
+            rotary = 0 if name == "keys" else side.head_dim
         for first, x in float_parts(name, self.number, side, dtype, room, rotary, by_head=True):
             yield free + first, x.transpose(0, 1)[None]
 
