@@ -63,7 +63,7 @@ NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 export PIP_COMPILE ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-engines test-upcoming \
+.PHONY: demo test quick mutants test-isa test-triton test-gpu gpu test-vllm test-vllm-python test-lmcache test-clients test-engines test-upcoming \
     test-hosts docs asan asan-library asan-hostile slow tsan test-arm wheel test-install release check \
     format bench bench-gpu bench-vllm clean
 
@@ -101,6 +101,14 @@ test-isa: $(READY)
 test-triton: $(WITH_TRITON)
 	TRITON_INTERPRET=$$($(BIN)/python -c $(NO_CUDA)) \
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(ARGS) tests/ops/test_triton_*.py
+
+# The doors on a device, and a part of the kernels' tests, in 4 minutes; without one the doors run on the CPU.
+test-gpu: $(WITH_TRITON)
+	$(BIN)/python $(if $(filter 0,$(shell $(BIN)/python -c $(NO_CUDA))),scripts/gpu.py checks --out build/gpu,-m pytest --quiet tests/device)
+
+# All that needs a GPU, in 15 minutes: the above, figures of kernels, and those of a whole model.
+gpu: $(WITH_TRITON)
+	$(BIN)/python scripts/gpu.py $(ARGS)
 
 # Real vLLM, in an environment of its own; TESTS=tests/integrations/vllm/test_smoke.py takes two minutes.
 test-vllm: $(READY) .venv-vllm/.ready
