@@ -84,7 +84,7 @@ Vectors: TypeAlias = Tensor | Int8Codes | AffineCodes
 
 ALL: Final = slice(0, None)
 """All tokens of a side."""
-_PART: Final = 1 << 19
+_PART: Final = 1 << 21
 """Elements that are read at a time, so that they stay in the processor's cache until they are written."""
 
 

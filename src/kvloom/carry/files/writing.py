@@ -155,13 +155,14 @@ class FileBehind:
                 if not self._parts:
                     return
                 part = self._parts.popleft()
+                self._held -= len(part.data)
+                self._changed.notify_all()
             try:
                 for i, first in enumerate(range(0, len(part.data), part.width or 1)):
                     self._write(part.at + i * part.stride, part.data[first : first + part.width])
             except OSError as error:
                 self._error = error
             with self._changed:
-                self._held -= len(part.data)
                 if part.room is not None:
                     self._rooms[part.room.nbytes].append(part.room)
                 if self._error is not None:
