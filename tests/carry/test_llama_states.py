@@ -132,7 +132,7 @@ WRONG = {
     ),
     "version": (
         struct.pack("<III", 0x67677371, 2, 0) + BASE[8:],
-        "must be of version 3 of a sequence's file, got 2",
+        "must be of version 3 or 4 of a sequence's file, got 2",
     ),
     "tokens": (struct.pack("<III", 0x67677371, 3, 2**31) + BASE[8:], "bytes of tokens at byte 12"),
     "name": (

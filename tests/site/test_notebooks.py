@@ -38,6 +38,8 @@ def test_every_notebook_has_outputs_and_is_named() -> None:
         ("1,320 bytes, off by 7.10%", "1,321 bytes, off by 7.10%", False),
         ("1,320 bytes, off by 7.1%", "1,320 bytes, off by 7.9%", False),
         ("KL 1.2e-05", "KL 1.21e-05", True),
+        ("KL 0.00005", "KL 0.00006", True),
+        ("KL 0.00005", "KL 0.00007", False),
         ("int8", "int4", False),
         ("a warning", "", False),
     ],

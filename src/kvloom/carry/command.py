@@ -68,6 +68,12 @@ def add_parser(commands: Any, models: Models) -> argparse.ArgumentParser:
         action="store_true",
         help="llama.cpp's context has none: values are transposed",
     )
+    parser.add_argument(
+        "--llama-version",
+        default="0.5.0",
+        choices=("0.6.0", "0.5.0"),
+        help="of llama.cpp, which reads its own",
+    )
     parser.add_argument("--mlx-version", default="0.32.2", choices=("0.32.2", "0.28.4"), help="of mlx-lm")
     parser.set_defaults(models=models)
     return parser
@@ -184,6 +190,7 @@ def _write(args: argparse.Namespace, cache: "CarriedCache", geometry: "CacheGeom
             rotated=_yes(args.out_rotated),
             flash_attention=not args.no_flash_attention,
             rounding=args.round,
+            version=args.llama_version,
         )
     elif args.target == "mlx":
         write_mlx(
@@ -234,11 +241,15 @@ def _shown(cache: "CarriedCache") -> Iterator["CarriedCache"]:
         task = bar.add_task("carry", total=total)
 
         def counted(side: Any) -> Any:
-            def load(tokens: slice = ALL) -> Any:
-                bar.advance(task, len(range(side.num_tokens)[tokens]))
-                return side.load(tokens)
+            def counting(load: Any) -> Any:
+                def counted_load(tokens: slice = ALL) -> Any:
+                    bar.advance(task, len(range(side.num_tokens)[tokens]))
+                    return load(tokens)
 
-            return replace(side, load=load)
+                return counted_load
+
+            adjacent = None if side.adjacent is None else counting(side.adjacent)
+            return replace(side, load=counting(side.load), adjacent=adjacent)
 
         layers = tuple(replace(x, keys=counted(x.keys), values=counted(x.values)) for x in cache.layers)
         yield replace(cache, layers=layers)

@@ -64,7 +64,12 @@ def _of_llama(state: LlamaState, nbytes: int) -> list[str]:
         lines.append(f"  values: {_values(cache)}")
     lines.append(f"tokens: {f'{len(state.tokens):,}' if state.tokens else 'not in the file'}")
     kinds = {x.type.name for cache in state.caches for x in (*cache.keys, *cache.values)}
-    rotation = ["whether codes are rotated"] if "q8_0" in kinds else []
+    said = [x.rotations for x in state.caches if x.rotations is not None]
+    if said and "q8_0" in kinds:
+        lines.append(
+            f"codes: rotated by {said[0][0]} and {said[0][1]}" if any(said[0]) else "codes: not rotated"
+        )
+    rotation = ["whether codes are rotated"] if "q8_0" in kinds and not said else []
     return [*lines, f"not in the file: {', '.join(['heads', 'order of pairs', *rotation])}"]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from carry import test_engines as real
+from carry.engines.llama_server import LlamaServer
 from carry.models import text
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -30,6 +31,10 @@ def main() -> None:
                 continue
             for file, how in LLAMA.items():
                 real.run("llama", "llama_engine", given, save=GOLDEN / file, **how)
+            with LlamaServer(real.ENGINES / "llama-server", given.folder, "q8_0", 256) as server:
+                server.complete(given.held, 0)
+                server.slot("save", "saved.bin")
+            (GOLDEN / "server_q8_0.slot").write_bytes((given.folder / "saved.bin").read_bytes())
             for bits in (0, 8, 4):
                 path = GOLDEN / f"mlx_{bits or 'f32'}.safetensors"
                 real.run("mlx", "mlx_engine", given, save=path, bits=bits, step=8)

@@ -1,9 +1,10 @@
-"""What llama.cpp's states do not say: the order of RoPE's pairs, and the rotation of codes.
+"""What llama.cpp's states do not say: the order of RoPE's pairs, and before 0.6.0 the rotation of codes.
 
 The order belongs to an architecture: where llama.cpp turns adjacent pairs, its converter permutes the rows
 of the projections, and keys come out permuted against those of transformers.
 """
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvloom.errors import ArgumentError
@@ -67,6 +68,34 @@ def rotation_of(head_dim: int, is_keys: bool) -> int:
     if head_dim % _ROTATED:
         return 0
     return head_dim & -head_dim if is_keys else _ROTATED
+
+
+def rotations_of(rotated: bool, are_codes: tuple[bool, bool], head_dims: tuple[int, int]) -> tuple[int, int]:
+    """Elements of a key, and of a value, that are rotated together; arguments as of ``rotation_said``."""
+    key, value = (rotated and codes for codes in are_codes)
+    return rotation_of(head_dims[0], True) if key else 0, rotation_of(head_dims[1], False) if value else 0
+
+
+def rotation_said(
+    rotations: Sequence[tuple[int, int] | None], are_codes: tuple[bool, bool], head_dims: tuple[int, int]
+) -> bool | None:
+    """Whether codes are rotated, by what a state says of each cache; ``None`` if it says nothing.
+
+    Args:
+        rotations: As of ``StoredCache``.
+        are_codes: Whether keys, and whether values, are codes.
+        head_dims: Elements of a head of keys, and of values.
+
+    Raises:
+        ArgumentError: they are rotated otherwise than in llama.cpp of today.
+    """
+    said = {x for x in rotations if x is not None}
+    if not said:
+        return None
+    wanted = rotations_of(True, are_codes, head_dims)
+    if not said <= {wanted, (0, 0)} or len(said) > 1:
+        raise ArgumentError(f"source must have heads rotated by {wanted} or none, got {sorted(said)}")
+    return said == {wanted} if any(wanted) else False
 
 
 def expect_rotation_said(rotated: bool | None, has_codes: bool, head_dims: list[int]) -> bool:

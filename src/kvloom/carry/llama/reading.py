@@ -25,6 +25,7 @@ from kvloom.carry.llama.conventions import (
     expect_rotation_said,
     kind_of_codes,
     rotation_of,
+    rotation_said,
 )
 from kvloom.carry.llama.ggml import Q8_0, blocks_of
 from kvloom.carry.llama.state import LlamaState, StoredRows, parse_state
@@ -49,7 +50,8 @@ def read_llama(
         source: A path, or bytes as of ``llama_state_seq_get_data``.
         geometry: Sizes of the model's layers.
         pairs: Order of RoPE's pairs in the keys, one of ``PAIRS``; ``None`` for that of the architecture.
-        rotated: Whether codes are rotated; must be given for codes of heads of a multiple of 64.
+        rotated: Whether codes are rotated; must be given for codes of heads of a multiple of 64 unless the
+            source says it, as those of llama.cpp 0.6.0 do.
         tokens: Ids of the tokens that are held; ``None`` for those of the file, if it has some.
 
     Raises:
@@ -73,7 +75,9 @@ def read_llama(
     if has_codes and has_latents:
         raise UnsupportedError(f"source must have latents in floats, got {rows[0].type.name}")
     dims = [dim for x in geometry.layers for dim in (x.key_dim, x.value_dim)]
-    how = _How(found.pairs == "adjacent", expect_rotation_said(rotated, has_codes, dims))
+    how = _How(
+        found.pairs == "adjacent", expect_rotation_said(_rotated(state, geometry, rotated), has_codes, dims)
+    )
     num_tokens = max(int(cache.positions.max()) for cache in state.caches) + 1
     layers = dict[int, CarriedLayer]()
     for numbers, cache in zip(groups, state.caches, strict=True):
@@ -87,6 +91,17 @@ def read_llama(
             layers[i] = _layer(i, layer, keys, values, cells, how)
     ids = _tokens(state, tokens, num_tokens)
     return CarriedCache(tuple(x for _, x in sorted(layers.items())), num_tokens, ids, _said(state))
+
+
+def _rotated(state: LlamaState, geometry: CacheGeometry, given: bool | None) -> bool | None:
+    """Whether codes are rotated, as the caller or the state says."""
+    rows = state.caches[0]
+    are_codes = rows.keys[0].type.dtype is None, bool(rows.values) and rows.values[0].type.dtype is None
+    dims = geometry.layers[0].key_dim, geometry.layers[0].value_dim
+    said = rotation_said([x.rotations for x in state.caches], are_codes, dims)
+    if given is not None and said is not None and given != said:
+        raise ArgumentError(f"rotated must be {said}, as the source says, got {given}")
+    return given if said is None else said
 
 
 def layer_groups(geometry: CacheGeometry) -> list[list[int]]:

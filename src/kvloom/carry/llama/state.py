@@ -17,16 +17,23 @@ from torch import Tensor
 from kvloom.carry.files.bytes import Cursor, Source, bytes_of
 from kvloom.carry.files.writing import RoomFor, Target, new_room
 from kvloom.carry.llama.ggml import GgmlType, type_of
-from kvloom.errors import ArgumentError
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.ops.arrangement import arrange
 
 STATE_MAGIC: Final = 0xAF143CD8
 SEQUENCE_MAGIC: Final = 0x67677371
 CONTEXT_MAGIC: Final = 0x6767736E
-VERSIONS: Final = {SEQUENCE_MAGIC: 3, CONTEXT_MAGIC: 10}
+VERSIONS: Final = {
+    "0.6.0": {SEQUENCE_MAGIC: 4, CONTEXT_MAGIC: 11},
+    "0.5.0": {SEQUENCE_MAGIC: 3, CONTEXT_MAGIC: 10},
+}
+"""Versions of files by those of llama.cpp; since 0.6.0 they and states say how codes are rotated."""
+SAYS_ROTATIONS: Final = "0.6.0"
 FORMS: Final = {"state": STATE_MAGIC, "sequence": SEQUENCE_MAGIC, "context": CONTEXT_MAGIC}
 """First number of a state in memory, of a sequence's file, and of a context's file."""
 _LONGEST_NAME: Final = 256
+_PACKED, _PACKING = -1, 1
+"""First numbers of tokens that a server packed: no token, and the version of that."""
 _CELL: Final = 3
 """Numbers of a cell with one sequence id: position, number of ids, id."""
 
@@ -61,12 +68,15 @@ class StoredCache:
         v_trans: Whether values are transposed, as a context without flash attention has them.
         keys: Keys of each layer.
         values: Values of each layer; empty of latents, whose values are a part of their keys.
+        rotations: Elements of a key and of a value that are rotated together, 0 for none; ``None`` if it is
+            not said.
     """
 
     positions: Tensor
     v_trans: bool
     keys: tuple[StoredRows, ...]
     values: tuple[StoredRows, ...]
+    rotations: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,24 +126,59 @@ def _parse(cursor: Cursor, has_values: bool) -> LlamaState:
     names = {number: form for form, number in FORMS.items()}
     if magic not in names:
         raise ArgumentError(f"source must be a state of llama.cpp or a file of one, got magic {magic:#010x}")
-    tokens, architecture = None, ""
+    tokens, architecture, version = None, "", None
     if magic == STATE_MAGIC:
         cursor.numbers("i", "a sequence id")
     else:
-        version, count = cursor.numbers("II", "a version and a number of tokens")
-        if version != VERSIONS[magic]:
+        number, count = cursor.numbers("II", "a version and a number of tokens")
+        known = {numbers[magic]: name for name, numbers in VERSIONS.items()}
+        if number not in known:
+            wanted = " or ".join(map(str, sorted(known)))
             raise ArgumentError(
-                f"source must be of version {VERSIONS[magic]} of a {names[magic]}'s file, got {version}"
+                f"source must be of version {wanted} of a {names[magic]}'s file, got {number}"
             )
-        tokens = tuple(cursor.table(count, 1, "tokens").flatten().tolist())
+        version = known[number]
+        tokens = _unpacked(cursor.table(count, 1, "tokens").flatten().tolist())
     if magic == CONTEXT_MAGIC:
         architecture = _name_at(cursor)
+    caches = _caches_of_any(cursor, has_values) if version is None else _caches(cursor, has_values, version)
+    return LlamaState(names[magic], caches, tokens, architecture)
+
+
+def _caches_of_any(cursor: Cursor, has_values: bool) -> tuple[StoredCache, ...]:
+    """Caches of a state in memory, which names no version: those that end with the last byte."""
+    other = Cursor(cursor.name, cursor.data)
+    other.at = cursor.at
+    try:
+        return _caches(cursor, has_values, "0.5.0")
+    except (ArgumentError, UnsupportedError):
+        try:
+            return _caches(other, has_values, SAYS_ROTATIONS)
+        except (ArgumentError, UnsupportedError):
+            if other.at > cursor.at + 8:  # it was read further, and not only the two numbers that it has more
+                raise
+        raise
+
+
+def _caches(cursor: Cursor, has_values: bool, version: str) -> tuple[StoredCache, ...]:
     caches = list[StoredCache]()
     while cursor.left or not caches:
         if len(caches) == 2:
             raise ArgumentError(f"source must end with its second cache, got {cursor.left:,} more bytes")
-        caches.append(_parse_cache(cursor, has_values))
-    return LlamaState(names[magic], tuple(caches), tokens, architecture)
+        caches.append(_parse_cache(cursor, has_values, version == SAYS_ROTATIONS))
+    return tuple(caches)
+
+
+def _unpacked(tokens: list[int]) -> tuple[int, ...]:
+    """Ids of a file; a server of llama.cpp packs them with where pictures begin, and zeros behind."""
+    if tokens[:1] != [_PACKED]:
+        return tuple(tokens)
+    if len(tokens) < 3 or tokens[1] != _PACKING or not 0 <= tokens[2] <= len(tokens) - 4:
+        raise ArgumentError(f"source must have tokens as a server packs them, got {tokens[:4]}")
+    found, rest = tokens[3 : 3 + tokens[2]], tokens[3 + tokens[2] :]
+    if any(rest):
+        raise ArgumentError(f"source must have no pictures or sounds among its tokens, got {rest[0]:,}")
+    return tuple(found)
 
 
 def _name_at(cursor: Cursor) -> str:
@@ -146,7 +191,7 @@ def _name_at(cursor: Cursor) -> str:
         raise ArgumentError(f"source must name an architecture in UTF-8: {error}") from error
 
 
-def _parse_cache(cursor: Cursor, has_values: bool) -> StoredCache:
+def _parse_cache(cursor: Cursor, has_values: bool, has_rotations: bool) -> StoredCache:
     streams, cells = cursor.numbers("II", "streams and cells")
     if streams != 1:
         raise ArgumentError(f"source must have one stream, got {streams:,}")
@@ -162,6 +207,7 @@ def _parse_cache(cursor: Cursor, has_values: bool) -> StoredCache:
         raise ArgumentError(f"source must have v_trans 0 or 1, got {v_trans:,}")
     if not layers:
         raise ArgumentError("source must have layers, got none")
+    rotations = _rotations_at(cursor) if has_rotations else None
     least = 13 * cells  # a row of one byte and its header
     if layers * least > cursor.left:
         raise ArgumentError(f"source must have room for its layers, got {layers:,} in {cursor.left:,} bytes")
@@ -170,7 +216,15 @@ def _parse_cache(cursor: Cursor, has_values: bool) -> StoredCache:
     if has_values:
         read: Callable[[Cursor, int, str], StoredRows] = _columns_at if v_trans else _rows_at
         values = tuple(read(cursor, cells, f"values of layer {i}") for i in range(layers))
-    return StoredCache(table[:, 0].clone(), bool(v_trans), keys, values)
+    return StoredCache(table[:, 0].clone(), bool(v_trans), keys, values, rotations)
+
+
+def _rotations_at(cursor: Cursor) -> tuple[int, int]:
+    of_keys, of_values = cursor.numbers("II", "rotations")
+    for n in (of_keys, of_values):
+        if n & (n - 1) or 0 < n < 64:
+            raise ArgumentError(f"source must have rotations of 64 elements, 128 and so on, got {n:,}")
+    return of_keys, of_values
 
 
 def _rows_at(cursor: Cursor, cells: int, what: str) -> StoredRows:
@@ -219,15 +273,16 @@ class CacheToWrite(NamedTuple):
     v_trans: bool
     keys: Sequence[RowsToWrite]
     values: Sequence[RowsToWrite]
+    rotations: tuple[int, int] | None
 
 
-def write_head(file: Target, form: str, tokens: Sequence[int], architecture: str) -> None:
-    """Write what is before the first cache of a state or file."""
+def write_head(file: Target, form: str, version: str, tokens: Sequence[int], architecture: str) -> None:
+    """Write what is before the first cache of a state or file of a version of llama.cpp."""
     if form == "state":
         file.write(struct.pack("<Ii", STATE_MAGIC, 0))
         return
     magic = FORMS[form]
-    file.write(struct.pack("<III", magic, VERSIONS[magic], len(tokens)))
+    file.write(struct.pack("<III", magic, VERSIONS[version][magic], len(tokens)))
     file.write_tensor(torch.tensor(tokens, dtype=torch.int32))
     if form == "context":
         name = architecture.encode()
@@ -243,6 +298,8 @@ def write_cache(file: Target, cache: CacheToWrite) -> None:
     table[:, 1] = 1
     file.write_tensor(table)
     file.write(struct.pack("<II", cache.v_trans, len(cache.keys)))
+    if cache.rotations is not None:
+        file.write(struct.pack("<II", *cache.rotations))
     for rows in cache.keys:
         _write_rows(file, rows, cells)
     for rows in cache.values:

@@ -28,10 +28,19 @@ from kvloom.carry.llama.conventions import (
     expect_rotation_said,
     kind_of_codes,
     rotation_of,
+    rotations_of,
 )
 from kvloom.carry.llama.ggml import Q8_0, GgmlType, quantize, rows_of, type_named
 from kvloom.carry.llama.reading import layer_groups
-from kvloom.carry.llama.state import FORMS, CacheToWrite, RowsToWrite, write_cache, write_head
+from kvloom.carry.llama.state import (
+    FORMS,
+    SAYS_ROTATIONS,
+    VERSIONS,
+    CacheToWrite,
+    RowsToWrite,
+    write_cache,
+    write_head,
+)
 from kvloom.carry.rope_pairs import to_adjacent
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.quant.rotation import rotate
@@ -51,6 +60,7 @@ def write_llama(
     rotated: bool | None = None,
     flash_attention: bool = True,
     rounding: bool = False,
+    version: str = "0.5.0",
 ) -> None:
     """Write a file that llama.cpp loads into a sequence or a context; it has its name when it is complete.
 
@@ -65,13 +75,14 @@ def write_llama(
         rotated: Whether the process that loads it rotates codes, as llama.cpp does unless it is told not to.
         flash_attention: Whether the context has flash attention; without it values are transposed.
         rounding: Whether numbers may be rounded to ``kind``.
+        version: Version of llama.cpp that reads it, ``"0.6.0"`` or ``"0.5.0"``; neither reads the other's.
 
     Raises:
         ArgumentError: the cache does not fit the model or ``kind``, or has a NaN; nothing was written.
         UnsupportedError: llama.cpp has no such cache.
         OSError: the file cannot be written.
     """
-    plan = _Plan.of(cache, geometry, form, kind, pairs, rotated, flash_attention, rounding)
+    plan = _Plan.of(cache, geometry, form, kind, pairs, rotated, flash_attention, rounding, version)
     with written_whole(target) as file:
         plan.write(file)
 
@@ -85,18 +96,22 @@ def llama_state(
     rotated: bool | None = None,
     flash_attention: bool = True,
     rounding: bool = False,
+    version: str = "0.5.0",
 ) -> bytes:
     """The bytes for ``llama_state_seq_set_data``; arguments and errors as of ``write_llama``."""
     file = InMemory()
-    _Plan.of(cache, geometry, "state", kind, pairs, rotated, flash_attention, rounding).write(file)
+    _Plan.of(cache, geometry, "state", kind, pairs, rotated, flash_attention, rounding, version).write(file)
     return file.getvalue()
 
 
 class _Plan:
     """What a file will have, checked before it is begun."""
 
-    def __init__(self, form: str, cache: CarriedCache, architecture: str, parts: list[CacheToWrite]) -> None:
-        self.form, self.cache, self.architecture, self.parts = form, cache, architecture, parts
+    def __init__(
+        self, form: str, version: str, cache: CarriedCache, architecture: str, parts: list[CacheToWrite]
+    ) -> None:
+        self.form, self.version, self.cache = form, version, cache
+        self.architecture, self.parts = architecture, parts
 
     @classmethod
     def of(
@@ -109,7 +124,10 @@ class _Plan:
         rotated: bool | None,
         flash_attention: bool,
         rounding: bool,
+        version: str,
     ) -> "_Plan":
+        if version not in VERSIONS:
+            raise ArgumentError(f"version must be one of {', '.join(VERSIONS)}, got {version!r}")
         if form not in FORMS:
             raise ArgumentError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
         found = architecture_of(geometry.architecture, pairs)
@@ -138,17 +156,22 @@ class _Plan:
         if has_codes and not rounding:
             _expect_codes(cache, types, turned)
         write = _Rows(types, found.pairs == "adjacent", turned, rounding)
+        rotations = None
+        if version == SAYS_ROTATIONS:
+            sizes = geometry.layers[0]
+            key, value = (x.dtype is None for x in types)
+            rotations = rotations_of(turned, (key, value), (sizes.key_dim, sizes.value_dim))
         parts = []
         for numbers in groups:
             held = cache.layers[numbers[0]].keys.num_tokens
             keys = [write.keys(i, cache.layers[i], geometry.layers[i]) for i in numbers]
             values = [] if has_latents else [write.values(i, cache.layers[i]) for i in numbers]
             positions = range(cache.num_tokens - held, cache.num_tokens)
-            parts.append(CacheToWrite(positions, not flash_attention, keys, values))
-        return cls(form, cache, found.name, parts)
+            parts.append(CacheToWrite(positions, not flash_attention, keys, values, rotations))
+        return cls(form, version, cache, found.name, parts)
 
     def write(self, file: Target) -> None:
-        write_head(file, self.form, self.cache.tokens or (), self.architecture)
+        write_head(file, self.form, self.version, self.cache.tokens or (), self.architecture)
         for part in self.parts:
             write_cache(file, part)
 
