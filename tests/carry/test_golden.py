@@ -20,8 +20,8 @@ from kvloom.carry import (
     write_llama,
 )
 from kvloom.carry.carried import Int8Codes, floats_of
-from kvloom.carry.llama.codes import q8_0_of
-from kvloom.carry.llama.ggml import quantize, rows_of
+from kvloom.carry.llama.codes import coded_rows
+from kvloom.carry.llama.ggml import Q4_0, Q8_0, quantize, rows_of
 from kvloom.carry.llama.state import parse_state
 from kvloom.carry.mlx import affine
 from kvloom.carry.rope_pairs import to_adjacent
@@ -41,6 +41,7 @@ BOUNDS = {
     "llama_q8_0.state": 2e-2,
     "llama_q8_0_unrotated.state": 2e-2,
     "server_q8_0.slot": 2e-2,
+    "server_q4_0.slot": 0.25,
     "mlx_f32.safetensors": 1e-5,
     "mlx_8.safetensors": 2e-2,
     "mlx_4.safetensors": 0.25,
@@ -75,10 +76,11 @@ def test_llama_cpps_bytes_come_back(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (GOLDEN / name).read_bytes()
 
 
-def test_a_slot_of_a_server_says_its_rotation_and_its_tokens(tmp_path: Path) -> None:
-    slot, out = GOLDEN / "server_q8_0.slot", tmp_path / "out"
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_a_slot_of_a_server_says_its_rotation_and_its_tokens(kind: str, tmp_path: Path) -> None:
+    slot, out = GOLDEN / f"server_{kind}.slot", tmp_path / "out"
     cache = read_llama(slot, GEOMETRY)
-    assert cache.tokens == read("llama_f32.seq").tokens and cache.kinds == ("q8_0,rotated",)
+    assert cache.tokens == read("llama_f32.seq").tokens and cache.kinds == (f"{kind},rotated",)
     assert "codes: rotated by 64 and 64" in describe(slot)
     with pytest.raises(ArgumentError, match="rotated must be True, as the source says"):
         read_llama(slot, GEOMETRY, rotated=False)
@@ -118,15 +120,16 @@ def test_a_state_in_memory_is_of_either_version(rotated: bool) -> None:
         read_llama(wrong, GEOMETRY)
 
 
-@pytest.mark.parametrize("name", ROTATED)
+@pytest.mark.parametrize("name", [*ROTATED, "server_q8_0.slot", "server_q4_0.slot"])
 def test_codes_are_rounded_as_llama_cpp_rounds(name: str) -> None:
-    """The engine computed the first layer of both files from the same numbers."""
+    """The engines computed the first layer of all files from the same numbers."""
     exact, codes = vectors(read("llama_f32.seq")), read(name).layers[0]
+    kind = Q4_0 if "q4_0" in name else Q8_0
     for side, (x, found) in enumerate(zip(exact, (codes.keys.load(), codes.values.load()), strict=True)):
         assert isinstance(found, Int8Codes)
         x = to_adjacent(x, 64) if side == 0 else x
-        rows = rows_of(*quantize((rotate(x, 64) if ROTATED[name] else x).flatten(1)))
-        assert torch.equal(rows, q8_0_of(found, side == 0, found.rotated))
+        rows = rows_of(*quantize((rotate(x, 64) if ROTATED.get(name, True) else x).flatten(1), kind), kind)
+        assert torch.equal(rows, coded_rows(found, kind, side == 0, found.rotated))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -147,7 +150,7 @@ def test_latents_come_back(tmp_path: Path) -> None:
 
 def test_all_are_described() -> None:
     said = {x.name: describe(x) for x in GOLDEN.iterdir() if x.suffix != ".md"}
-    assert len(said) == 9
+    assert len(said) == 10
     assert "  values: none, so keys are latents with rope keys" in said["deepseek_f32.seq"]
     assert said["llama_f16_flash.ctx"][0].startswith("llama.cpp, file of a context, architecture llama, ")
     assert "  2 of affine4:g64, 2 heads of 64, all tokens" in said["mlx_4.safetensors"]

@@ -27,10 +27,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> real.Given:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
 def test_a_slot_goes_on_in_either(given: real.Given, kind: str) -> None:
     model, geometry, folder = given.model, geometry_of(given.model), given.folder
-    rotated = True if kind == "q8_0" else None
+    rotated = True if kind.startswith("q") else None
     cache = KVCache.for_model(model)
     model(torch.tensor([given.held]), past_key_values=cache)
     written = folder / "written.bin"

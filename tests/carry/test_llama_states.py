@@ -188,9 +188,9 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 def test_types_that_are_not_carried_are_named() -> None:
-    q4 = BASE[: CELLS + 68] + struct.pack("<i", 2) + BASE[CELLS + 72 :]
-    with pytest.raises(UnsupportedError, match="must have elements of f32, f16, bf16, q8_0, got q4_0"):
-        read_llama(q4, made.GEOMETRY)
+    q4_1 = BASE[: CELLS + 68] + struct.pack("<i", 3) + BASE[CELLS + 72 :]
+    with pytest.raises(UnsupportedError, match="must have elements of f32, f16, bf16, q8_0, q4_0, got q4_1"):
+        read_llama(q4_1, made.GEOMETRY)
 
 
 def test_what_cannot_be_written_is_said_before_anything_is(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_what_cannot_be_written_is_said_before_anything_is(tmp_path: Path) -> No
         ({"kind": "f16"}, "must hold float32 without rounding, got float16"),
         ({"kind": "q8_0"}, "rotated must be given for codes"),
         ({"kind": "q8_0", "rotated": True}, "must hold keys in float32 without rounding, got q8_0,rotated"),
-        ({"kind": "q4_0"}, "kind must be one of"),
+        ({"kind": "q4_1"}, "kind must be one of"),
         ({"form": "slot"}, "form must be one of state, sequence, context"),
         ({"rotated": True}, "rotated must be left out where elements are floats"),
     ):

@@ -48,7 +48,9 @@ def add_parser(commands: Any, models: Models) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-check", action="store_true", help="do not compare the first layer with the model"
     )
-    parser.add_argument("--kind", metavar="KIND", help="type to write: float32, float16, bfloat16, q8_0")
+    parser.add_argument(
+        "--kind", metavar="KIND", help="type to write: float32, float16, bfloat16, q8_0, q4_0"
+    )
     parser.add_argument(
         "--bits", type=int, default=0, choices=(8, 4, 2), help="codes of mlx-lm to write (default: floats)"
     )

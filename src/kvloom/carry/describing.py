@@ -63,13 +63,13 @@ def _of_llama(state: LlamaState, nbytes: int) -> list[str]:
         lines.append(f"  keys: {_rows(cache.keys)}")
         lines.append(f"  values: {_values(cache)}")
     lines.append(f"tokens: {f'{len(state.tokens):,}' if state.tokens else 'not in the file'}")
-    kinds = {x.type.name for cache in state.caches for x in (*cache.keys, *cache.values)}
+    has_codes = any(x.type.dtype is None for cache in state.caches for x in (*cache.keys, *cache.values))
     said = [x.rotations for x in state.caches if x.rotations is not None]
-    if said and "q8_0" in kinds:
+    if said and has_codes:
         lines.append(
             f"codes: rotated by {said[0][0]} and {said[0][1]}" if any(said[0]) else "codes: not rotated"
         )
-    rotation = ["whether codes are rotated"] if "q8_0" in kinds and not said else []
+    rotation = ["whether codes are rotated"] if has_codes and not said else []
     return [*lines, f"not in the file: {', '.join(['heads', 'order of pairs', *rotation])}"]
 
 

@@ -30,6 +30,7 @@ _BOUNDS: Final = (
     ("float16", 1e-3),
     ("bfloat16", 1e-2),
     ("q8_0", 2e-2),
+    ("q4_0", 0.25),
     ("int8", 2e-2),
     ("affine8", 2e-2),
     ("affine4", 0.25),

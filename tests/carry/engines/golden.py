@@ -31,10 +31,11 @@ def main() -> None:
                 continue
             for file, how in LLAMA.items():
                 real.run("llama", "llama_engine", given, save=GOLDEN / file, **how)
-            with LlamaServer(real.ENGINES / "llama-server", given.folder, "q8_0", 256) as server:
-                server.complete(given.held, 0)
-                server.slot("save", "saved.bin")
-            (GOLDEN / "server_q8_0.slot").write_bytes((given.folder / "saved.bin").read_bytes())
+            for kind in ("q8_0", "q4_0"):
+                with LlamaServer(real.ENGINES / "llama-server", given.folder, kind, 256) as server:
+                    server.complete(given.held, 0)
+                    server.slot("save", "saved.bin")
+                (GOLDEN / f"server_{kind}.slot").write_bytes((given.folder / "saved.bin").read_bytes())
             for bits in (0, 8, 4):
                 path = GOLDEN / f"mlx_{bits or 'f32'}.safetensors"
                 real.run("mlx", "mlx_engine", given, save=path, bits=bits, step=8)

@@ -1,4 +1,4 @@
-"""q8_0 as int8 codes of ``KVCache`` and back, none of them changed.
+"""q8_0 and q4_0 as int8 codes of ``KVCache`` and back, none of them changed.
 
 Element j of a head with adjacent pairs is element j // 2 + (j % 2) * D / 2 of one with halves: the bits of
 its index turn by one place if D is a power of two. A Hadamard matrix in Sylvester's order is the same after
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kvloom.carry.carried import Int8Codes
-from kvloom.carry.llama.ggml import BLOCK, rows_of
+from kvloom.carry.llama.ggml import BLOCK, GgmlType, fits, rows_of
 from kvloom.carry.rope_pairs import to_adjacent, to_halves
 from kvloom.errors import ArgumentError
 from kvloom.quant.rotation import block_of
 
 
 def can_be_int8(head_dim: int, is_permuted: bool, rotation: int) -> bool:
-    """Whether q8_0 codes of a side are int8 codes of a ``KVCache``.
+    """Whether codes of a side are int8 codes of a ``KVCache``.
 
     Args:
         head_dim: Elements of a head vector, of which all or none are permuted.
@@ -34,23 +34,28 @@ def can_be_int8(head_dim: int, is_permuted: bool, rotation: int) -> bool:
 
 
 def int8_of(codes: Tensor, scales: Tensor, heads: int, is_permuted: bool, rotation: int) -> Int8Codes:
-    """Codes in halves, given codes ``[T, n]`` and scales ``[T, n / 32]`` of q8_0."""
+    """Codes in halves, given codes ``[T, n]`` and scales ``[T, n / 32]``."""
     codes, scales = (x.unflatten(-1, (heads, -1)) for x in (codes, scales))
     if is_permuted:
         codes, scales = to_halves(codes, codes.shape[-1]), torch.cat((scales, scales), -1)
     return Int8Codes(codes.contiguous(), scales.contiguous(), rotation)
 
 
-def q8_0_of(vectors: Int8Codes, is_permuted: bool, rotation: int) -> Tensor:
-    """Rows of q8_0 ``[T, bytes]`` uint8.
+def coded_rows(vectors: Int8Codes, kind: GgmlType, is_permuted: bool, rotation: int) -> Tensor:
+    """Rows of a kind of codes, ``[T, bytes]`` uint8.
 
     Raises:
-        ArgumentError: the vectors have another rotation, or several scales in a block of 32.
+        ArgumentError: the vectors have another rotation, several scales in a block of 32, or codes that the
+            kind has not.
     """
+    if not fits(vectors.codes, kind):
+        raise ArgumentError(
+            f"kind must hold codes of 8 bits without rounding, got {kind.name}: rounding was not asked for"
+        )
     if vectors.rotated != rotation:
         raise ArgumentError(
-            f"kind must hold codes rotated by {vectors.rotated or 'none'} without rounding, got q8_0 rotated "
-            f"by {rotation or 'none'}: rounding was not asked for"
+            f"kind must hold codes rotated by {vectors.rotated or 'none'} without rounding, got {kind.name} "
+            f"rotated by {rotation or 'none'}: rounding was not asked for"
         )
     order: Callable[[Tensor], Tensor] = (
         (lambda x: to_adjacent(x, x.shape[-1])) if is_permuted else (lambda x: x)
@@ -59,8 +64,8 @@ def q8_0_of(vectors: Int8Codes, is_permuted: bool, rotation: int) -> Tensor:
     whole = order(vectors.scales.repeat_interleave(vectors.group, -1)).flatten(1).unflatten(-1, (-1, BLOCK))
     if not torch.equal(whole, whole[..., :1].expand_as(whole)):
         raise ArgumentError(
-            f"kind must hold codes of groups of {vectors.group} without rounding, got q8_0, of which "
+            f"kind must hold codes of groups of {vectors.group} without rounding, got {kind.name}, of which "
             f"{BLOCK} elements {'of adjacent pairs ' if is_permuted else ''}share a scale: rounding was not "
             f"asked for"
         )
-    return rows_of(codes, whole[..., 0])
+    return rows_of(codes, whole[..., 0], kind)

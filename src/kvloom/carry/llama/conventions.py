@@ -117,6 +117,6 @@ def expect_rotation_said(rotated: bool | None, has_codes: bool, head_dims: list[
     return bool(rotated)
 
 
-def kind_of_codes(rotated: bool, head_dim: int) -> str:
-    """Kind of a ``CarriedSide`` whose vectors are q8_0: those that are rotated have another."""
-    return "q8_0,rotated" if rotated and head_dim % _ROTATED == 0 else "q8_0"
+def kind_of_codes(name: str, rotated: bool, head_dim: int) -> str:
+    """Kind of a ``CarriedSide`` whose vectors are codes of a type: those that are rotated have another."""
+    return f"{name},rotated" if rotated and head_dim % _ROTATED == 0 else name

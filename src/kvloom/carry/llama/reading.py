@@ -27,7 +27,7 @@ from kvloom.carry.llama.conventions import (
     rotation_of,
     rotation_said,
 )
-from kvloom.carry.llama.ggml import Q8_0, blocks_of
+from kvloom.carry.llama.ggml import blocks_of
 from kvloom.carry.llama.state import LlamaState, StoredRows, parse_state
 from kvloom.carry.rope_pairs import to_halves
 from kvloom.errors import ArgumentError, UnsupportedError
@@ -178,12 +178,12 @@ def _side(
     rows: StoredRows, cells: Tensor | slice, heads: int, dim: int, rotary: int, how: _How, *, is_keys: bool
 ) -> CarriedSide:
     count = _count(cells)
-    if rows.type != Q8_0:
+    if rows.type.dtype is not None:
         load = partial(_head_floats, rows, cells, heads)
         return CarriedSide.of_adjacent(count, heads, dim, rows.type.kind, load, rotary)
     rotation = rotation_of(dim, is_keys) if how.rotated else 0
     codes = partial(_codes, rows, cells, heads, rotary, rotation)
-    return CarriedSide(count, heads, dim, kind_of_codes(how.rotated, dim), codes)
+    return CarriedSide(count, heads, dim, kind_of_codes(rows.type.name, how.rotated, dim), codes)
 
 
 def _count(cells: Tensor | slice) -> int:
@@ -213,8 +213,8 @@ def _head_floats(rows: StoredRows, cells: Tensor | slice, heads: int, tokens: sl
 def _codes(
     rows: StoredRows, cells: Tensor | slice, heads: int, rotary: int, rotation: int, tokens: slice = ALL
 ) -> Vectors:
-    """Head vectors of a side of q8_0 in halves; ``rotary`` is 0 where nothing is permuted."""
-    codes, scales = blocks_of(rows.raw[part_of(cells, tokens)])
+    """Head vectors of a side of codes in halves; ``rotary`` is 0 where nothing is permuted."""
+    codes, scales = blocks_of(rows.raw[part_of(cells, tokens)], rows.type)
     head_dim = codes.shape[-1] // heads
     if rotary in (0, head_dim) and can_be_int8(head_dim, bool(rotary), rotation):
         return int8_of(codes, scales, heads, bool(rotary), rotation)

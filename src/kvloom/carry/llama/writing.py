@@ -22,7 +22,7 @@ from kvloom.carry.carried import (
 from kvloom.carry.files.writing import InMemory, RoomFor, Target, new_room, written_whole
 from kvloom.carry.float_parts import float_parts
 from kvloom.carry.geometry import CacheGeometry, LayerGeometry, expect_layers
-from kvloom.carry.llama.codes import q8_0_of
+from kvloom.carry.llama.codes import coded_rows
 from kvloom.carry.llama.conventions import (
     architecture_of,
     expect_rotation_said,
@@ -30,7 +30,7 @@ from kvloom.carry.llama.conventions import (
     rotation_of,
     rotations_of,
 )
-from kvloom.carry.llama.ggml import Q8_0, GgmlType, quantize, rows_of, type_named
+from kvloom.carry.llama.ggml import Q4_0, Q8_0, GgmlType, quantize, rows_of, type_named
 from kvloom.carry.llama.reading import layer_groups
 from kvloom.carry.llama.state import (
     FORMS,
@@ -46,7 +46,8 @@ from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.quant.rotation import rotate
 
 _Parts: TypeAlias = Iterator[tuple[int, Tensor]]
-_INT8: Final = ("int8:", Q8_0.name)
+_KINDS: Final = {"int8:": Q8_0.name, Q8_0.name: Q8_0.name, Q4_0.name: Q4_0.name}
+"""Types of codes by the first letters of kinds."""
 
 
 def write_llama(
@@ -70,7 +71,8 @@ def write_llama(
         geometry: Sizes of the model's layers.
         form: ``"sequence"`` for ``llama_state_seq_load_file``, ``"context"`` for ``llama_state_load_file``,
             or ``"state"`` for ``llama_state_seq_set_data``.
-        kind: Type of the context's cache, such as ``"f16"`` or ``"q8_0"``; ``None`` for what the cache has.
+        kind: Type of the context's cache, such as ``"f16"``, ``"q8_0"`` or ``"q4_0"``; ``None`` for what the
+            cache has.
         pairs: As of ``read_llama``.
         rotated: Whether the process that loads it rotates codes, as llama.cpp does unless it is told not to.
         flash_attention: Whether the context has flash attention; without it values are transposed.
@@ -144,7 +146,8 @@ class _Plan:
         has_latents = any(x.has_latents for x in cache.layers)
         if has_codes and (has_latents or not flash_attention):
             why = "of latents" if has_latents else "without flash attention"
-            raise UnsupportedError(f"kind must be floats {why}, got {Q8_0.name}")
+            name = next(x.name for x in types if x.dtype is None)
+            raise UnsupportedError(f"kind must be floats {why}, got {name}")
         groups = layer_groups(geometry)
         if len(groups) == 1 and cache.layers[0].keys.num_tokens != cache.num_tokens:
             raise UnsupportedError(
@@ -180,7 +183,7 @@ def _type_for(kind: str | None, sides: Sequence[CarriedSide]) -> GgmlType:
     """Type of keys or of values; that which they have if ``kind`` is ``None``."""
     if kind is not None:
         return type_named(kind)
-    kinds = {Q8_0.name if x.kind.startswith(_INT8) else x.kind for x in sides}
+    kinds = {next((t for k, t in _KINDS.items() if x.kind.startswith(k)), x.kind) for x in sides}
     if len(kinds) != 1:
         raise ArgumentError(f"kind must be given for a cache of {', '.join(sorted(kinds))}, got None")
     return type_named(kinds.pop())
@@ -190,7 +193,7 @@ def _expect_codes(cache: CarriedCache, types: Sequence[GgmlType], rotated: bool)
     """Raise ArgumentError unless sides that are written as codes have codes that may fit."""
     for layer in cache.layers:
         for (name, side), wanted in zip(layer.sides, types, strict=True):
-            kind = kind_of_codes(rotated, side.head_dim)
+            kind = kind_of_codes(wanted.name, rotated, side.head_dim)
             if wanted.dtype is None and side.kind != kind and not side.kind.startswith("int8:"):
                 raise ArgumentError(
                     f"kind must hold {name} in {side.kind} without rounding, got {kind}: rounding was not "
@@ -235,18 +238,19 @@ class _Rows:
     def _codes_of(self, name: str, number: int, side: CarriedSide, rotary: int, vectors: Vectors) -> Tensor:
         expect_finite(name, number, vectors)
         rotation = rotation_of(side.head_dim, name == "keys") if self._rotated else 0
+        kind = self._types[name == "values"]
         if isinstance(vectors, Int8Codes) and rotary in (0, side.head_dim):
             try:
-                return q8_0_of(vectors, bool(rotary), rotation)
+                return coded_rows(vectors, kind, bool(rotary), rotation)
             except ArgumentError:
                 if not self._rounding:
                     raise
         x = floats_of(vectors).float()
         x = to_adjacent(x, rotary) if rotary else x
         x = rotate(x, rotation) if rotation else x
-        codes, scales = quantize(x.flatten(1))
+        codes, scales = quantize(x.flatten(1), kind)
         expect_finite(name, number, scales)
-        return rows_of(codes, scales)
+        return rows_of(codes, scales, kind)
 
     def _latents(self, number: int, layer: CarriedLayer, rotary: int, room: RoomFor) -> _Parts:
         dtype, parts = self._types[0].dtype or torch.float32, []
