@@ -175,7 +175,11 @@ AT, GAIN = torch.arange(3), torch.ones(2, 16)
         ({"num_repeat": 2}, ArgumentError, "^offset and num_repeat must be left out with smoothing or"),
         ({"offset": offset_of()}, ArgumentError, "^offset and num_repeat must be left out with smoothing or"),
         ({"dtype": torch.int32}, ShapeError, "dtype of the loaded key|^dtype must be one of"),
-        ({"backend": "triton"}, UnsupportedError, "^backend 'triton' smooths and rotates nothing yet"),
+        (
+            {"backend": "triton"},
+            UnsupportedError,
+            "^backend 'triton' has no smoothing or rotation within a store or load",
+        ),
     ],
     ids=str,
 )

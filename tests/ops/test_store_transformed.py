@@ -227,7 +227,11 @@ X, AT, GAIN = torch.ones(3, 2, 16), torch.arange(3), torch.ones(2, 16)
         ({"slots": AT + 90}, ArgumentError, r"^slots must be in \[0, 12\), got 90 for token 0$"),
         ({"smoothing": KeySmoothing(torch.ones(3, 16))}, ShapeError, r"^key must be \[T, 3, 16\] or"),
         ({"smoothing": KeySmoothing(GAIN).to(torch.device("meta"))}, ShapeError, "^key must be .* on meta"),
-        ({"backend": "triton"}, UnsupportedError, "^backend 'triton' smooths and rotates nothing yet"),
+        (
+            {"backend": "triton"},
+            UnsupportedError,
+            "^backend 'triton' has no smoothing or rotation within a store or load",
+        ),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
-from kvloom.store import Fingerprint, KVStore, digests, layers_of, put_below
+from kvloom.store import Fingerprint, KVStore, digests, entries_of, put_below
 
 TOKENS = list(range(20, 36))
 
@@ -32,7 +32,7 @@ def make(quant: QuantSpec | None = None, page_size: int = PAGE, **options: Any) 
 
 def whose(cache: PrefixCache, **changes: str) -> Fingerprint:
     named = fingerprint(**changes)
-    return Fingerprint(**(vars(named) | {"layers": layers_of(cache.pages.storages)}))
+    return Fingerprint(**(vars(named) | {"layers": entries_of(cache.pages.storages)}))
 
 
 def store_over(cache: PrefixCache, url: str, **changes: str) -> KVStore:

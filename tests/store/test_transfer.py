@@ -14,7 +14,7 @@ from kvloom.caches.tensors.storage import Storage
 from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import StoreBelow
-from kvloom.store.transfer import layers_of, pack_pages
+from kvloom.store.transfer import entries_of, pack_pages
 
 TOKENS = list(range(100, 136))
 SIZE = 4
@@ -42,7 +42,7 @@ def make_pages(kv: str, layout: str, page_size: int = SIZE, heads: tuple[int, ..
 
 
 def whose(pages: Pages) -> Fingerprint:
-    return Fingerprint("c", "w", "float32", "{}", "full", "none", layers_of(pages.storages))
+    return Fingerprint("c", "w", "float32", "{}", "full", "none", entries_of(pages.storages))
 
 
 KINDS = pytest.mark.parametrize(
@@ -153,3 +153,9 @@ def test_a_shard_reads_the_heads_it_has() -> None:
         assert store.tiers[0].counts["bytes_read"] - before - head == (len(whole.data) - head) // 2
     row = (len(whole.data) - head) // 4
     assert part.data[head:] == whole.data[head + row : head + 3 * row]
+
+
+def test_the_earlier_name_of_entries_works() -> None:
+    from kvloom import store
+
+    assert store.layers_of is store.entries_of

@@ -123,7 +123,8 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
         case "triton":
             if overload in ("store.transformed", "load.transformed"):
                 raise UnsupportedError(
-                    "backend 'triton' smooths and rotates nothing yet; use 'auto' or 'reference'"
+                    "backend 'triton' has no smoothing or rotation within a store or load; use 'auto' or "
+                    "'reference'"
                 )
             if (own := triton.OPERATORS.get(overload)) is None:
                 raise UnsupportedError(f"backend 'triton' has no {name} yet; use 'auto' or 'reference'")

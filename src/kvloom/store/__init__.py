@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
     from kvloom.store.format import DamagedRun, Run, read_head
     from kvloom.store.store import KVStore
-    from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
+    from kvloom.store.transfer import entries_of, rotation_of, smoothing_digest
 
 _HOME = {
     "DamagedRun": "format",
@@ -21,7 +21,8 @@ _HOME = {
     "LayerFormat": "fingerprint",
     "Run": "format",
     "SideFormat": "fingerprint",
-    "layers_of": "transfer",
+    "entries_of": "transfer",
+    "layers_of": "transfer",  # the earlier name of ``entries_of``
     "put_below": "below",
     "rotation_of": "transfer",
     "smoothing_digest": "transfer",
@@ -35,7 +36,7 @@ __all__ = [
     "LayerFormat",
     "Run",
     "SideFormat",
-    "layers_of",
+    "entries_of",
     "put_below",
     "read_head",
     "rotation_of",

@@ -19,7 +19,7 @@ from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look_at
 from kvloom.store.tiers.limits import evictions
 from kvloom.store.tiers.tier import ReadPages
-from kvloom.store.transfer import layers_of, pack_pages, rotation_of, smoothing_digest, unpack_pages
+from kvloom.store.transfer import entries_of, pack_pages, rotation_of, smoothing_digest, unpack_pages
 
 _TIMEOUT: Final = 30.0
 _OPENING_SECONDS: Final = 1.0
@@ -268,7 +268,7 @@ class StoreBelow:
 
     def _keeps_alike(self) -> bool:
         storages, wanted = self._pages.storages, self.fingerprint
-        kept = layers_of(storages), rotation_of(storages), smoothing_digest(storages)
+        kept = entries_of(storages), rotation_of(storages), smoothing_digest(storages)
         return kept == (wanted.layers, wanted.rotation, wanted.smoothing)
 
     def _write(self, piece: ReadPages, ids: Sequence[int], start: int, end: int) -> None:
@@ -291,7 +291,7 @@ def put_below(
     Args:
         cache: Cache without sequences.
         store: A ``KVStore``, or its URLs.
-        fingerprint: Model and format; its layers are ``layers_of(cache.pages.storages)``, its rotation is
+        fingerprint: Model and format; its layers are ``entries_of(cache.pages.storages)``, its rotation is
             ``rotation_of`` them and its smoothing ``smoothing_digest``. A cache with windows needs one for
             each of ``cache.prefixes.groups``.
         seconds_per_token: Time to compute a token; ``None`` to read whatever there is.
@@ -310,7 +310,7 @@ def put_below(
     if len(given) != len(groups):
         raise ArgumentError(f"fingerprint must be one for each of {len(groups)} groups, got {len(given)}")
     for own, group in zip(given, groups, strict=True):
-        layers = layers_of(group.storages)
+        layers = entries_of(group.storages)
         if own.layers != layers:
             raise ArgumentError(f"fingerprint must have layers {layers}, got {own.layers}")
         rotation = rotation_of(group.storages)

@@ -20,14 +20,18 @@ from kvloom.store.format import page_bytes, part_bytes
 from kvloom.store.tiers.tier import ReadPages
 
 
-def layers_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:
+def entries_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:
     """Entry of a token in each layer."""
     return tuple(storage.entry for _, storage in sorted(storages.items()))
 
 
+layers_of = entries_of
+"""The earlier name."""
+
+
 def rotation_of(storages: Mapping[int, Storage]) -> str:
-    """``rotation_in`` of ``layers_of``."""
-    return rotation_in(layers_of(storages))
+    """``rotation_in`` of ``entries_of``."""
+    return rotation_in(entries_of(storages))
 
 
 def smoothing_digest(storages: Mapping[int, Storage]) -> str:

@@ -32,7 +32,7 @@ from kvloom.integrations.transformers.models.trials import undisturbed
 from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.integrations.transformers.states.specs import specs_of, states_of
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, Probe
-from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
+from kvloom.store.transfer import entries_of, rotation_of, smoothing_digest
 
 if TYPE_CHECKING:
     from kvloom.integrations.transformers.pool.states import PoolStates
@@ -93,18 +93,18 @@ def identify(model: Any, format: CacheFormat, states: "PoolStates | None" = None
     for group in groups:
         attention = ("full" if group.window is None else f"window of {group.window}") + others
         attention += "" if states is None else f", in pieces of {states.interval} tokens"
-        kept = layers_of(group.storages), rotation_of(group.storages)
+        kept = entries_of(group.storages), rotation_of(group.storages)
         recent, smoothing = format.recent or 0, smoothing_digest(group.storages)
         fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing, context))
     for residual in cache.sequences[len(groups) :]:
         codes = next(i for i, x in enumerate(groups) if residual.storages.keys() <= x.storages.keys())
-        own, layers = fingerprints[codes], layers_of(residual.storages)
+        own, layers = fingerprints[codes], entries_of(residual.storages)
         exact = replace(own, rotation="none", layers=layers, recent=0, smoothing="")
         fingerprints.append(replace(exact, attention=f"residual window of {own.digest.hex()}"))
     storages = [group.storages for group in cache.sequences]
     if states is not None:
         behind = hashlib.sha256(b"".join(x.digest for x in fingerprints)).hexdigest()
-        layers = layers_of(of_states := states.pages.new_storages())
+        layers = entries_of(of_states := states.pages.new_storages())
         exact = replace(fingerprints[0], rotation="none", layers=layers, recent=0, smoothing="")
         fingerprints.append(replace(exact, attention=f"states behind {behind}"))
         storages.append(of_states)
@@ -120,7 +120,7 @@ def _differing_layers(format: CacheFormat, cache: KVCache) -> str:
     if len({(replace(x, smoothing=None), x.smoothing is None) for x in format.layers or ()}) < 2:
         return ""
     storages = {i: x for group in cache.sequences if group.is_required for i, x in group.storages.items()}
-    text = f"{layers_of(storages)} {smoothing_digest(storages)}"
+    text = f"{entries_of(storages)} {smoothing_digest(storages)}"
     return f", among {hashlib.sha256(text.encode()).hexdigest()}"
 
 

@@ -16,7 +16,7 @@ from kvloom.store.below import StoreBelow
 from kvloom.store.store import KVStore
 from kvloom.store.tiers.readers import Readers
 from kvloom.store.tiers.tier import ReadPages
-from kvloom.store.transfer import layers_of
+from kvloom.store.transfer import entries_of
 
 _MOST: Final = 4
 """Largest number of requests for which stores are read at once, since results are held in memory."""
@@ -226,4 +226,4 @@ def _ends_text(piece: ReadPages, end: int) -> bool:
 
 def _name(storages: Any) -> tuple[Any, ...]:
     """Key of a group of layers: their numbers and formats."""
-    return tuple(sorted(storages)), layers_of(storages)
+    return tuple(sorted(storages)), entries_of(storages)
