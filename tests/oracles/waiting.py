@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kvloom
+
+SOURCES = str(Path(kvloom.__file__).parent)
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 
 
@@ -28,10 +32,9 @@ class Waits(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         found = self.reads if name in READS else self.copies if func is torch.tensor else None
         if found is not None:
-            frames = [x for x in traceback.extract_stack() if "/kvloom/" in x.filename]
-            where = (
-                f"{frames[-1].filename.rpartition('/kvloom/')[2]}:{frames[-1].name}" if frames else "others"
-            )
+            frames = [x for x in traceback.extract_stack() if x.filename.startswith(SOURCES)]
+            last = frames[-1] if frames else None
+            where = "others" if last is None else f"{last.filename.removeprefix(SOURCES)}:{last.name}"
             found.append(f"{name} in {where}")
         return func(*args, **(kwargs or {}))
 

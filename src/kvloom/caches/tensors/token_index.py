@@ -161,7 +161,9 @@ class TokenIndex:
             if num_new != 1:
                 seqstarts *= num_new
             kvstarts = prefix_sums(self.lengths) if self.kvstarts is None else self.kvstarts
-            counts = self._counts(num_new, None if self.origins is None else [0] * len(self.lengths))
+            counts = None
+            if num_new != 1:
+                counts = self._counts(num_new, None if self.origins is None else [0] * len(self.lengths))
             self._batches[num_new] = ops.Batch(
                 self.index, seqstarts, kvstarts, first_visible=self.origins, counts=counts
             )
@@ -175,7 +177,7 @@ class TokenIndex:
         if first is not None and self.begins is not None:
             hidden = torch.maximum(first, self.begins)
         counts = None
-        if first is None or firsts is not None:
+        if num_new != 1 and (first is None or firsts is not None):
             counts = self._counts(num_new, firsts or [0] * len(self.lengths))
         if hidden is not None and self.origins is not None:
             hidden = hidden + self.origins
@@ -184,8 +186,8 @@ class TokenIndex:
         return found
 
     def _counts(self, num_new: int, firsts: Sequence[int] | None) -> ops.Counts | None:
-        """Numbers of tokens of ``batch`` for prompts and their chunks, columns before ``firsts`` hidden."""
-        if self.spans is None or num_new == 1:
+        """Numbers of tokens of ``batch``, columns before ``firsts`` hidden; ``None`` if not known."""
+        if self.spans is None:
             return None
         hidden = None
         if firsts is not None:

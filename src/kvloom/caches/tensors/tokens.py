@@ -175,10 +175,16 @@ class Tokens:
             part = ops.attend_part(packed, newest.view, own, of_newest, is_latent=is_latent)
             codes = self.view, batch, scores, self.transform, self.index.first_position, is_latent
             out = attend_behind(part, packed, *codes, skip=exact.num_newest, skip_from=skip_from)
-        else:
-            out = attend(
-                packed, self.view, batch, scores, self.transform, self.index.first_position, is_latent
-            )
+        elif self.transform is None:
+            out = ops.attend(packed, self.view, batch, scores, is_latent=is_latent)
+        elif batch.counts is not None:
+            first_position = self.index.first_position
+            out = attend(packed, self.view, batch, scores, self.transform, first_position, is_latent)
+        else:  # of a decoding step, in fewer calls
+            transform, rank = self.transform, self.view.key.head_dim if is_latent else 0
+            packed, scores = transform.query(packed, scores, self.index.first_position, rank)
+            out = ops.attend(packed, self.view, batch, scores, is_latent=is_latent)
+            out = transform.output(out, rank) if rank or transform.value else out
         return out.unsqueeze(1) if num_new == 1 else out.view(rows, num_new, *out.shape[1:])
 
     def _attend_row(

@@ -131,7 +131,11 @@ def attend(
     """
     if transform is None:
         return ops.attend(query, view, batch, scores, is_latent=is_latent)
-    if transform.needs_positions and gathered.is_gathered(query, view, batch, scores, is_latent):
+    if (
+        batch.counts is not None
+        and transform.needs_positions
+        and gathered.is_gathered(query, view, batch, scores, is_latent)
+    ):
         return _attend_restored(query, view, batch, scores, transform, first_position)
     rank = view.key.head_dim if is_latent else 0
     query, scores = transform.query(query, scores, first_position, rank)
