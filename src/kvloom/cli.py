@@ -274,7 +274,8 @@ def _options_named(names: str = "kv|model|store") -> Iterator[None]:
 def _somebodys_folder(path: Path) -> Iterator[None]:
     """Context without warnings of transformers about a folder, and with its errors as one sentence."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, at import
-    from kvloom.integrations.transformers import summary_of
+    with terminal.waiting("importing torch and transformers"):
+        from kvloom.integrations.transformers import summary_of
 
     logger = logging.getLogger("transformers")
     level = logger.level
