@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvloom import terminal
 from kvloom.simulation.command import parse_tokens
 
 
@@ -132,8 +133,9 @@ def _view(args: argparse.Namespace) -> None:
     from kvloom.tracing.page import write_page
     from kvloom.tracing.recording import read_lines
 
-    lines = read_lines(args.events)
-    out = args.out or args.events.with_suffix(".html")
-    _expect_another("--out", out, args.events)
-    write_page(lines, out)
+    with terminal.waiting("making the page"):
+        lines = read_lines(args.events)
+        out = args.out or args.events.with_suffix(".html")
+        _expect_another("--out", out, args.events)
+        write_page(lines, out)
     sys.stdout.write(f"{out}\n")
