@@ -17,6 +17,7 @@ from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.integrations.transformers.versions import IS_4
 from kvloom.ops.gathered import attention as gathered
 
 CHUNKS, BEAMS = {"prefill_chunk_size": 5}, {"num_beams": 2}
@@ -73,6 +74,7 @@ def test_codes_are_restored(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(IS_4, reason="this transformers has no sessions")
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_sessions_gather_prompts_and_not_what_is_decoded_beside_them(kv: str) -> None:
     model = biased(eos_token_id=None, pad_token_id=0)
