@@ -121,6 +121,14 @@ def kept(path: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
     return [old for old in results if old["rows"]] + [result]
 
 
+def save(result: dict[str, Any], folder: Path) -> None:
+    """Add a result to those in a folder, and write their page."""
+    path = folder / "gpu_results.json"
+    results = kept(path, result)
+    path.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(page(results), encoding="utf-8")
+
+
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in gpu_cases.Case._fields)
 
@@ -184,10 +192,7 @@ def main() -> None:
         bandwidth = copy_bandwidth()
         result["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
         result["rows"] = [measure(case, bandwidth) for case in cases]
-    path = args.out / "gpu_results.json"
-    results = kept(path, result)
-    path.write_text(json.dumps(results) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(page(results), encoding="utf-8")
+    save(result, args.out)
     print(json.dumps(result))
 
 

@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from gpu import kept
-from gpu_page import page
+from gpu import save
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from kvloom.integrations.transformers import KVCache, continuous_batching
@@ -296,10 +295,7 @@ def main() -> None:
         "rows": bench.rows,
     }
     if not args.quick:
-        path = args.out / "gpu_results.json"
-        results = kept(path, result)
-        path.write_text(json.dumps(results) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(page(results), encoding="utf-8")
+        save(result, args.out)
     print(json.dumps(result))
 
 
