@@ -19,6 +19,7 @@ from carry.test_mlx_files import cache
 from kvloom.carry import (
     CarriedCache,
     describe,
+    llama_state,
     read_array_file,
     read_llama,
     read_mlx,
@@ -28,6 +29,7 @@ from kvloom.carry import (
 from kvloom.errors import KVError
 
 pytestmark = pytest.mark.campaign
+GOLDEN = Path(__file__).parent / "golden"
 SLACK = 200_000  # bytes of Python's objects of a header and of an error
 
 
@@ -67,6 +69,9 @@ def whole_files(folder: Path) -> list[tuple[bytes, int, Read]]:
     found: list[tuple[bytes, int, Read]] = []
     for form in ("state", "sequence", "context"):
         data = llama(form)
+        found.append((data, len(data), lambda x: read_llama(x, made.GEOMETRY)))
+    newer = llama_state(read_llama(llama("state"), made.GEOMETRY), made.GEOMETRY, version="0.6.0")
+    for data in (newer, *(x.read_bytes() for x in sorted(GOLDEN.glob("*.slot")))):
         found.append((data, len(data), lambda x: read_llama(x, made.GEOMETRY)))
     for version, bits in itertools.product(("0.32.2", "0.28.4"), (0, 8)):
         data = mlx(folder, version, bits)

@@ -17,7 +17,10 @@ ROOT = real.ENGINES / "llama-server"
 pytestmark = [
     pytest.mark.process,
     pytest.mark.model,
-    pytest.mark.skipif(not ROOT.exists(), reason="make test-engines installs engines"),
+    pytest.mark.skipif(
+        not (ROOT.exists() and (real.ENGINES / "llama/bin/python").exists()),
+        reason="make test-engines installs engines",
+    ),
 ]
 
 
