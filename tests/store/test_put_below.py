@@ -16,11 +16,12 @@ from store.runs import fingerprint
 
 from kvloom import QuantSpec, ops
 from kvloom.caches import CacheFormat, PrefixCache
+from kvloom.caches.rows.pages import Pages
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
-from kvloom.store import Fingerprint, KVStore, digests, entries_of, put_below
+from kvloom.store import Fingerprint, KVStore, below, digests, entries_of, put_below
 
 TOKENS = list(range(20, 36))
 
@@ -70,6 +71,21 @@ def test_the_last_token_is_left_to_compute_and_others_find_nothing(tmp_path: Pat
         other = make()
         store_over(other, url, **changes)
         assert other.begin(tokens, salt).num_cached == expected
+
+
+def test_each_run_that_is_read_takes_time_for_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(below, "RUN_BYTES", 1)  # a run of each page
+    with KVStore("memory://", read="always") as store:
+        first, second = make(), make()
+        put_below(first, store, whose(first))
+        write(first, first.begin(TOKENS))
+        assert store.flush(10)
+        put_below(second, store, whose(second))
+        slots, asked = Pages.slots, list[int]()
+        monkeypatch.setattr(Pages, "slots", lambda self, ids, x: asked.extend(ids) or slots(self, ids, x))
+        sequence = second.begin([*TOKENS, 1])
+    assert sequence.num_cached == len(TOKENS)
+    assert asked == [ref.id for ref in sequence.table.pages]
 
 
 def test_a_cache_goes_on_in_memory_when_it_is_saved(tmp_path: Path) -> None:

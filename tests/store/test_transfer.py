@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from store.reading import read_states
@@ -14,7 +16,7 @@ from kvloom.caches.tensors.storage import Storage
 from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import StoreBelow
-from kvloom.store.transfer import entries_of, pack_pages
+from kvloom.store.transfer import entries_of, pack_pages, tensor_of
 
 TOKENS = list(range(100, 136))
 SIZE = 4
@@ -70,7 +72,7 @@ def test_a_reader_written_from_the_document_reads_what_attention_reads(
         store.flush()
         backend = store.tiers[0].connected()
         ((name, size, _),) = backend.list_stored()
-        tokens, states = read_states(bytes(backend.get_ranges(name, [(0, size)])), "salt", TOKENS[:8])
+        tokens, states = read_states(bytes(*backend.get_ranges(name, [(0, size)])), "salt", TOKENS[:8])
     assert tokens == TOKENS[8:]
     for (key, value), storage in zip(states, pages.storages.values(), strict=True):
         for side, (found, spec) in enumerate(zip((key, value), storage.specs, strict=True)):
@@ -149,10 +151,22 @@ def test_a_shard_reads_the_heads_it_has() -> None:
         (whole,) = store.load(mine, "", TOKENS)
         before = store.tiers[0].counts["bytes_read"]
         (part,) = store.load(mine, "", TOKENS, heads=range(1, 3))
-        head = whole.start
-        assert store.tiers[0].counts["bytes_read"] - before - head == (len(whole.data) - head) // 2
-    row = (len(whole.data) - head) // 4
-    assert part.data[head:] == whole.data[head + row : head + 3 * row]
+        read = store.tiers[0].counts["bytes_read"] - before
+    assert read == len(whole.run.head()) + len(whole.data) // 2
+    row = len(whole.data) // 4
+    assert part.data == whole.data[row : 3 * row]
+
+
+def test_bytes_of_a_store_in_memory_are_not_copied_to_be_read() -> None:
+    """And a part of them, of which torch cannot get a view that is read-only, is no way to change them."""
+    stored = bytearray(b"0123456789")
+    whole, part = memoryview(stored).toreadonly(), memoryview(stored).toreadonly()[2:6]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tensor_of(whole).data_ptr() == torch.frombuffer(stored, dtype=torch.uint8).data_ptr()
+        tensor_of(part).zero_()
+        tensor_of(memoryview(b"bytes")).zero_()
+    assert stored == b"0123456789"
 
 
 def test_the_earlier_name_of_entries_works() -> None:

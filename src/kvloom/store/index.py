@@ -219,7 +219,7 @@ class IndexObjects:
             try:
                 if x.size > _MAX_BYTES:
                     raise DamagedRun(f"an index has at most {_MAX_BYTES} bytes, got {x.size}")
-                data = bytes(store.connected().get_ranges(x.name, [(0, x.size)]))
+                data = bytes(store.connected().get_ranges(x.name, [(0, x.size)])[0])
                 entries = read_index(data, self._folder, store.sums, rest)
             except FileNotFoundError:
                 continue

@@ -252,7 +252,7 @@ class KVStore:
                     return
                 if piece is None:
                     return
-                tier.counts["bytes_read"] += len(piece.data)
+                tier.counts["bytes_read"] += segment.entry.head_size + len(piece.data)
                 touch = partial(tier.touch, segment.entry.name)
                 _ = touch() if wait is None else tier.readers.submit(touch)
                 yield piece
@@ -364,7 +364,7 @@ class KVStore:
     def _promote(self, piece: ReadPages, tiers: Sequence[Tier]) -> None:
         """Copy pages from a later store to the earlier ones."""
         part = piece.run.part(piece.segment.pages)
-        self._put(replace(part, sums=self._sums), piece.data[piece.start :], tiers)
+        self._put(replace(part, sums=self._sums), piece.data, tiers)
 
     def _put(self, run: Run, data: bytearray | memoryview, tiers: Sequence[Tier]) -> bool:
         # Not in the thread: a page's checksum holds Python's lock, and would delay steps.

@@ -60,7 +60,7 @@ def pack_pages(
             pages.
     """
     size, count = (pages.format.page_size, len(ids)) if num_tokens is None else (1, num_tokens)
-    layers = [(x.view, pages.slots(ids, x)[: size * count]) for _, x in sorted(pages.storages.items())]
+    layers = [(view, slots[: size * count]) for view, slots in _slots(pages, ids)]
     return pack_slots(layers, fingerprint, size, count)
 
 
@@ -89,15 +89,11 @@ def unpack_pages(piece: ReadPages, tokens: range, pages: Pages, ids: Sequence[in
         ids: Ids of the target pages, in order.
         start: Token slot, within ``ids``, of the first token.
     """
-    source = torch.arange(tokens.start, tokens.stop)
-    unpack_slots(
-        piece,
-        piece.run.fingerprint,
-        [
-            (source, x.view, pages.slots(ids, x)[start : start + len(tokens)])
-            for _, x in sorted(pages.storages.items())
-        ],
-    )
+    source, size = torch.arange(tokens.start, tokens.stop), pages.format.page_size
+    first, end = start // size, -(-(start + len(tokens)) // size)
+    own = slice(start - first * size, start - first * size + len(tokens))
+    layers = [(source, view, slots[own]) for view, slots in _slots(pages, ids[first:end])]
+    unpack_slots(piece, piece.run.fingerprint, layers)
 
 
 def unpack_slots(
@@ -107,10 +103,21 @@ def unpack_slots(
 
     ``fingerprint`` is that of the heads that were read.
     """
-    data, device = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start), layers[0][1].device
+    data, device = tensor_of(piece.data), layers[0][1].device
     sources = views(data.to(device), fingerprint, piece.run.page_size, len(piece.segment.pages))
     for source, (tokens, view, slots) in zip(sources, layers, strict=True):
         ops.copy(source, tokens.to(device), view, slots.to(device))
+
+
+def tensor_of(data: memoryview) -> Tensor:
+    """``[n]`` uint8 over bytes that are read and not written.
+
+    torch warns of memory that is read-only. It gets the ``bytearray`` that a view is all of, or else a copy.
+    """
+    if data.readonly:
+        whole = data.obj if isinstance(data.obj, bytearray) else b""
+        data = memoryview(whole if len(whole) == len(data) else bytearray(data))
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int) -> Iterator[KVView]:
@@ -132,3 +139,13 @@ def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int
                 at += part_bytes(part, vectors)
             sides.append(Side(*tensors))
         yield KVView(sides[0], sides[1] if len(sides) > 1 else None)
+
+
+def _slots(pages: Pages, ids: Sequence[int]) -> Iterator[tuple[KVView, Tensor]]:
+    """View of each layer, and in it the slots of the tokens of some pages."""
+    found: dict[tuple[int, int], Tensor] = {}  # most layers have the same
+    for _, x in sorted(pages.storages.items()):
+        form = x.page_size, x.stride
+        if form not in found:
+            found[form] = pages.slots(ids, x)
+        yield x.view, found[form]

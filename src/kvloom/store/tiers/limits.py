@@ -108,7 +108,7 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
     for x in objects:
         if kind_of(x.name) is ObjectKind.MARK and x.name.startswith(mark_name(f"{folder}/")):
             with suppress(FileNotFoundError, PermissionError):
-                data = bytes(backend.get_ranges(x.name, [(0, x.size)]))
+                data = bytes(backend.get_ranges(x.name, [(0, x.size)])[0])
                 digests = (data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES))
                 found.append(Eviction(x.used, tuple(digests)))
     return found

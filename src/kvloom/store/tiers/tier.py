@@ -35,14 +35,12 @@ class ReadPages(NamedTuple):
     Attributes:
         run: Run of the pages.
         segment: Pages of the run that were read.
-        data: Head of the file, and the pages, heads outermost, from ``start`` on.
-        start: Bytes of the head.
+        data: The pages, heads outermost. Nobody writes this memory, which may be the store's own.
     """
 
     run: Run
     segment: Segment
     data: memoryview
-    start: int
 
 
 class Tier:
@@ -149,16 +147,18 @@ class Tier:
         size = page_bytes(fingerprint, entry.page_size)
         wanted = ranges_of(segment.pages, heads, len(entry.digests), size, start)
         began = time.perf_counter()
-        data = self.attempt("read", lambda: self._get(entry, wanted), None)
-        if data is None:
+        found = self.attempt("read", lambda: self._get(entry, wanted), None)
+        if found is None:
             return None
-        run = self._heads.read(entry.name, bytes(data[:start]), entry.size)
+        head, *parts = found
+        data = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+        run = self._heads.read(entry.name, bytes(head), entry.size)
         if run.fingerprint != fingerprint or run.salt != salt:
             raise DamagedRun("the run is of another model or salt")
         run.expect_prefix(prefixes, segment.end)
-        run.expect_whole(data[start:], segment.pages, heads)
-        self.speed.note(time.perf_counter() - began, len(data))
-        return ReadPages(run, segment, data, start)
+        run.expect_whole(data, segment.pages, heads)
+        self.speed.note(time.perf_counter() - began, len(head) + len(data))
+        return ReadPages(run, segment, data)
 
     def touch(self, name: str) -> None:
         """Record the use of an object, at most once a second."""
@@ -300,7 +300,7 @@ class Tier:
         self._forget(name)
         self.counts["runs_evicted"] += kind_of(name) is not ObjectKind.MARK
 
-    def _get(self, entry: IndexEntry, ranges: list[tuple[int, int]]) -> memoryview | None:
+    def _get(self, entry: IndexEntry, ranges: list[tuple[int, int]]) -> list[memoryview] | None:
         try:
             return self.connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
         except FileNotFoundError:  # removed by another process
@@ -317,7 +317,7 @@ class Tier:
     def _kept_probe(self, folder: str, size: int) -> bytes | None:
         try:
             began = time.perf_counter()
-            found = bytes(self.connected().get_ranges(probe_name(folder), [(0, size + 1)]))
+            found = bytes(self.connected().get_ranges(probe_name(folder), [(0, size + 1)])[0])
             self.speed.note(time.perf_counter() - began, 0)
         except FileNotFoundError:
             return None
