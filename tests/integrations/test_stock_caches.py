@@ -1,4 +1,4 @@
-"""Caches of transformers' own that the caller of an enabled model names: each name that transformers lists."""
+"""Caches of transformers' own that the caller of an enabled model names: each name that it lists."""
 
 from __future__ import annotations
 

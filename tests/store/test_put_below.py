@@ -170,3 +170,34 @@ def test_what_a_store_of_other_pages_knows_of_a_text_is_asked_with_its_digests(
     monkeypatch.setattr(digests, "token_bytes", count)
     assert below.known([*tokens, 1, 1], "") == [True] * 32 + [False]
     assert num_packed == 66
+
+
+@pytest.mark.parametrize("how", ["written at once", "written in turns", "read"])
+def test_of_a_text_that_does_not_fit_the_first_pages_stay(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since without them nothing behind them is found."""
+    monkeypatch.setattr(below, "RUN_BYTES", 1)  # a run of each page
+    with KVStore("memory://") as store:
+        commit_to(store, TOKENS)
+        size = sum(x.size for x in store.tiers[0].connected().list_stored())
+    others = [100 + token for token in TOKENS]
+    with KVStore("memory://", read="always", max_bytes=size * 3 // 2) as store:
+        if how == "written in turns":
+            for end in range(PAGE, len(TOKENS) + 1, PAGE):
+                commit_to(store, TOKENS[:end], TOKENS[: end - PAGE])
+        else:
+            commit_to(store, TOKENS)
+        if how == "read":
+            commit_to(store, [200])
+            assert len(store.load(whose(make()), "", TOKENS)) == len(TOKENS) // PAGE
+        commit_to(store, others)
+        found = [store.find(whose(make()), "", text) for text in (TOKENS, others)]
+    assert 0 < found[0] < len(TOKENS) and found[1] == len(TOKENS)
+
+
+def commit_to(store: KVStore, tokens: list[int], known: list[int] | None = None) -> None:
+    """Commit a text to a store, of which a cache may know the first tokens."""
+    cache = make()
+    put_below(cache, store, whose(cache))
+    for own in [known] * bool(known) + [tokens]:
+        write(cache, cache.begin(own))
+    assert store.flush(10)

@@ -39,7 +39,9 @@ class StockCaches:
         """
         is_named = name is not None and _OFFLOADED in name
         if (is_named or _is_offloading(given)) and not can_offload(model):
-            what = f"cache_implementation={name!r}" if is_named else f"{type(given).__name__}(offloading=True)"
+            what = (
+                f"cache_implementation={name!r}" if is_named else f"{type(given).__name__}(offloading=True)"
+            )
             raise UnsupportedError(
                 f"{what} needs a model on a CUDA device, got one on {model.device}: transformers moves each "
                 "layer's keys and values there before they are read. Fewer bits take less memory, as "

@@ -158,6 +158,10 @@ class Room:
         self._listed = float("-inf")
         self._took = 0.0
 
+    def holds(self, nbytes: int) -> bool:
+        """Whether the limits allow one object of ``nbytes``."""
+        return self._max_bytes is None or nbytes <= self._max_bytes
+
     def make(self, nbytes: int) -> bool:
         """Evict until the limits hold with ``nbytes`` more, unless these alone exceed them.
 
@@ -165,7 +169,7 @@ class Room:
             OSError: the store fails.
         """
         limit = self._max_bytes
-        if limit is not None and nbytes > limit:
+        if not self.holds(nbytes):
             return False
         if not self.is_limited:
             return True
