@@ -88,6 +88,20 @@ def test_each_run_that_is_read_takes_time_for_its_own_pages(monkeypatch: pytest.
     assert asked == [ref.id for ref in sequence.table.pages]
 
 
+def test_a_run_may_begin_within_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(below, "RUN_BYTES", 1)  # a run of each page
+    first, second = make(page_size=PAGE // 2), make()
+    with KVStore("memory://", read="always") as store:
+        put_below(first, store, whose(first))
+        write(first, first.begin(TOKENS))
+        assert store.flush(10)
+        put_below(second, store, whose(second))
+        sequence = second.begin([*TOKENS, 1])
+    assert sequence.num_cached == len(TOKENS)
+    write(second, sequence)
+    assert_own(second, sequence)
+
+
 def test_a_cache_goes_on_in_memory_when_it_is_saved(tmp_path: Path) -> None:
     cache = make()
     store_over(cache, f"file://{tmp_path}")

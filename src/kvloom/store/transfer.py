@@ -69,13 +69,16 @@ def pack_slots(
 ) -> bytearray:
     """``pack_pages``, given the view of each layer, and in it the N * S slots of the tokens."""
     packed = bytearray(fingerprint.num_heads * num_pages * page_bytes(fingerprint, page_size))
-    data, device = torch.frombuffer(packed, dtype=torch.uint8), layers[0][0].device
-    moved = data if device.type == "cpu" else data.to(device)
-    tokens = torch.arange(num_pages * page_size, device=device)
-    for (view, slots), target in zip(layers, views(moved, fingerprint, page_size, num_pages), strict=True):
-        ops.copy(view, slots.to(device), target, tokens)
-    if moved is not data:
-        data.copy_(moved)
+    data, form = torch.frombuffer(packed, dtype=torch.uint8), (fingerprint, page_size, num_pages)
+    devices = list(dict.fromkeys(view.device for view, _ in layers))
+    for device in devices:
+        there = data if device.type == "cpu" else torch.zeros(len(data), dtype=torch.uint8, device=device)
+        tokens = torch.arange(num_pages * page_size, device=device)
+        for (view, slots), target in zip(layers, views(there, *form), strict=True):
+            if view.device == device:
+                ops.copy(view, slots.to(device), target, tokens)
+        if there is not data:  # waits for the device; bytes of layers elsewhere are zeros
+            data.copy_(there) if len(devices) == 1 else data.bitwise_or_(there.cpu())
     return packed
 
 
@@ -103,10 +106,12 @@ def unpack_slots(
 
     ``fingerprint`` is that of the heads that were read.
     """
-    data, device = tensor_of(piece.data), layers[0][1].device
-    sources = views(data.to(device), fingerprint, piece.run.page_size, len(piece.segment.pages))
-    for source, (tokens, view, slots) in zip(sources, layers, strict=True):
-        ops.copy(source, tokens.to(device), view, slots.to(device))
+    data, form = tensor_of(piece.data), (fingerprint, piece.run.page_size, len(piece.segment.pages))
+    for device in dict.fromkeys(view.device for _, view, _ in layers):
+        sources = views(data.to(device), *form)
+        for source, (tokens, view, slots) in zip(sources, layers, strict=True):
+            if view.device == device:
+                ops.copy(source, tokens.to(device), view, slots.to(device))
 
 
 def tensor_of(data: memoryview) -> Tensor:
