@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.format import kept_as
 from kvloom.caches.rows.row import Row
 from kvloom.caches.tensors.storage import Storage
+from kvloom.core.memory import shares_memory
 from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import StoreBelow
-from kvloom.store.transfer import entries_of, pack_pages, tensor_of
+from kvloom.store.format import page_bytes
+from kvloom.store.transfer import entries_of, pack_pages, tensor_of, views
 
 TOKENS = list(range(100, 136))
 SIZE = 4
@@ -155,6 +158,16 @@ def test_a_shard_reads_the_heads_it_has() -> None:
     assert read == len(whole.run.head()) + len(whole.data) // 2
     row = len(whole.data) // 4
     assert part.data == whole.data[row : 3 * row]
+
+
+@KINDS
+def test_parts_of_packed_pages_share_no_byte(kv: str) -> None:
+    pages = make_pages(kv, "HND")
+    form = whose(pages)
+    data = torch.zeros(form.num_heads * 3 * page_bytes(form, SIZE), dtype=torch.uint8)
+    parts = [x for view in views(data, form, SIZE, 3) for x in view.tensors if x is not None]
+    assert all(view.is_writable for view in views(data, form, SIZE, 3))
+    assert not any(shares_memory(x, y) for x, y in combinations(parts, 2))
 
 
 def test_bytes_of_a_store_in_memory_are_not_copied_to_be_read() -> None:

@@ -143,7 +143,7 @@ def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int
                 tensors.append(typed.as_strided(shape, elements, at // part.itemsize))
                 at += part_bytes(part, vectors)
             sides.append(Side(*tensors))
-        yield KVView(sides[0], sides[1] if len(sides) > 1 else None)
+        yield KVView(sides[0], sides[1] if len(sides) > 1 else None, (data,))
 
 
 def _slots(pages: Pages, ids: Sequence[int]) -> Iterator[tuple[KVView, Tensor]]:
