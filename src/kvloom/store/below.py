@@ -175,7 +175,8 @@ class StoreBelow:
         runs = runs_of([end // size - 1 for end in missing], longest_run(store, nbytes))
         ends = accumulate(nbytes * len(run) for run in runs)
         fitting = [run for run, end in zip(runs, ends, strict=True) if store.has_room(end)]
-        store.counts["runs_dropped"] += len(runs) - len(fitting)
+        if len(fitting) < len(runs):
+            store.counts["runs_dropped"] += len(runs) - len(fitting)
         for run in reversed(fitting):  # the first pages are written last, and evicted last
             ids = [held.table.page(i - first).id for i in run]
             data = pack_pages(self._pages, ids, whose)
