@@ -60,7 +60,7 @@ def fill(backend: object, model: LlamaForCausalLM, count: int) -> None:
         before, *digests = TextDigests(whose.digest, salt, tokens).digests(range(0, 2 * PAGE + 1, PAGE))
         run = Run(whose, salt, 0, PAGE, before, tuple(digests), token_bytes(tokens))
         run = run.with_checksums(memoryview(data))
-        backend._objects[run.name] = bytes(run.head() + data), time.time()  # type: ignore[attr-defined]
+        backend._objects[run.name] = [run.head(), data], time.time()  # type: ignore[attr-defined]
 
 
 def prefill(model: LlamaForCausalLM, pool: KVPool, tokens: torch.Tensor) -> tuple[float, float, int]:

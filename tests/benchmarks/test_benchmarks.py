@@ -37,6 +37,14 @@ def test_store_reads_what_was_committed(quick: Callable[..., Any]) -> None:
     assert rows["int8"]["file_bytes"] < 0.3 * rows["float32"]["file_bytes"]
 
 
+def test_pages_move_to_a_store_in_memory_and_back(quick: Callable[..., Any]) -> None:
+    pytest.importorskip("xxhash")
+    rows = quick("offload")["rows"]
+    sizes = {x["kind"]: x["bytes"] for x in rows if x["tokens"] == 16}
+    assert sizes == {"bfloat16": 32768, "int8": 16896, "int4": 8704}
+    assert all(x[f"{move}_us"] > 0 for x in rows for move in ("copy", "commit", "out", "back"))
+
+
 def test_who_knows_the_future_finds_most_and_with_room_all_find_the_same(quick: Callable[..., Any]) -> None:
     rows = quick("knowledge")["rows"]
     for odds in ("other texts", "before"):

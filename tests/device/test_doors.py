@@ -6,6 +6,9 @@ this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,18 @@ def text(length: int, seed: int = 0, rows: int = 1) -> Tensor:
 def continued(model: Any, tokens: Tensor, cache: Any, **options: Any) -> Tensor:
     options = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW} | options
     return model.generate(tokens, past_key_values=cache, **options)
+
+
+@contextmanager
+def own_stream() -> Iterator[None]:
+    """A stream of this thread's own on a CUDA device; its work is done at the end."""
+    if DEVICE.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def logits(model: Any, tokens: Tensor, cache: Any, cuts: tuple[int, ...] = (40, 41, 42)) -> Tensor:
@@ -113,6 +128,77 @@ def test_a_pool_and_its_store_give_a_prefix_back(kv: str, tmp_path: Path) -> Non
             pool.check()
     assert [found for found, _ in answers] == [0, 36, 36, 36]
     assert all(torch.equal(answer, answers[0][1]) for _, answer in answers)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+def test_pages_wait_in_host_memory_and_come_back(kv: str) -> None:
+    """In a pool with room for one text and a half."""
+    model, texts = make_model("kvloom").to(DEVICE), [text(40, seed) for seed in range(3)]
+    answers = []
+    with KVStore("memory://", read="always", max_bytes=64 << 20) as store:
+        pool = KVPool.for_model(model, kv=kv, page_size=4, max_tokens=72, store=store)
+        for tokens in texts * 2:
+            cache = pool.begin(tokens)
+            answers.append((int(cache.get_seq_length()), continued(model, tokens, cache)))
+            pool.commit(cache, answers[-1][1])
+            del cache
+            assert pool.flush()
+        pool.check()
+        assert store.counts["tokens_read"] == 3 * 36
+    assert [found for found, _ in answers] == [0] * 3 + [36] * 3
+    assert all(torch.equal(answers[i][1], answers[i + 3][1]) for i in range(3))
+
+
+def test_a_store_is_read_on_one_stream_while_another_computes() -> None:
+    """Two threads, each with a model and a pool of its own, take turns in what they read and compute."""
+    texts, models = [text(60, seed) for seed in range(4)], [make_model("kvloom").to(DEVICE) for _ in "ab"]
+    with KVStore("memory://", read="always", max_bytes=64 << 20) as store:
+
+        def ask(model: Any, numbers: list[int]) -> list[tuple[int, list[int]]]:
+            answers = []
+            pool = KVPool.for_model(model, kv="int8", page_size=4, max_tokens=120, store=store)
+            with own_stream():
+                for tokens in (texts[i] for i in numbers):
+                    cache = pool.begin(tokens)
+                    found = int(cache.get_seq_length())
+                    answer = continued(model, tokens, cache)
+                    pool.commit(cache, answer)
+                    answers.append((found, answer[0].tolist()))
+                    del cache
+                assert pool.flush()
+                pool.check()
+            return answers
+
+        expected = ask(models[0], [0, 1, 2, 3])
+        with ThreadPoolExecutor(2) as threads:
+            reading, computing = threads.map(ask, models, ([0, 1, 2, 3] * 2, [3, 2, 1, 0] * 2))
+    assert [found for found, _ in expected] == [0] * 4
+    assert reading == [(56, answer) for _, answer in expected] * 2
+    assert computing == [(56, answer) for _, answer in reversed(expected)] * 2
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_layers_on_two_devices_keep_and_store_their_pages(kv: str) -> None:
+    """On a machine without a second CUDA device the CPU is both, behind accelerate's hooks."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate comes with peft")
+    if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("there is one CUDA device")
+    first, second = ("cuda:0", "cuda:1") if DEVICE.type == "cuda" else ("cpu", "cpu")
+    model, tokens = make_model("kvloom"), text(40).to(first)
+    halves = {"model.embed_tokens": first, "model.rotary_emb": first, "model.layers.0": first}
+    halves |= dict.fromkeys(("model.layers.1", "model.layers.2", "model.norm", "lm_head"), second)
+    expected = continued(make_model("kvloom").to(first), tokens, KVCache.for_model(model, kv=kv))
+    model = accelerate.dispatch_model(model, halves, main_device=first, force_hooks=True)
+    assert torch.equal(continued(model, tokens, KVCache.for_model(model, kv=kv)), expected)
+    with KVStore("memory://", read="always", max_bytes=64 << 20) as store:
+        for known in (0, 36):  # a pool of its own each time; the second one reads the store
+            pool = KVPool.for_model(model, kv=kv, page_size=4, max_tokens=400, store=store)
+            cache = pool.begin(tokens)
+            assert cache.get_seq_length() == known
+            answer = continued(model, tokens, cache)
+            assert torch.equal(answer, expected)
+            pool.commit(cache, answer)
+            assert pool.flush()
 
 
 def test_forks_and_crops() -> None:

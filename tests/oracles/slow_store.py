@@ -25,7 +25,7 @@ class Slow(MemoryBackend):
         self.is_free = threading.Event()
         self.is_free.set()
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
         self._wait()
         return super().get_ranges(name, ranges)
 

@@ -254,7 +254,7 @@ def test_opening_takes_no_file_from_a_writer(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", flock)
     assert files.put_if_absent("a/b", [b"x"])
     assert len(opened) == 3
-    assert files.get_ranges("a/b", [(0, 1)]) == b"x"
+    assert files.get_ranges("a/b", [(0, 1)]) == [b"x"]
 
 
 FORKED = """
@@ -361,7 +361,7 @@ def test_a_lookup_without_memory_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
         store.refresh(WHOSE)
         real = Files.get_ranges
 
-        def scarce(self: Files, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+        def scarce(self: Files, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
             raise MemoryError
 
         monkeypatch.setattr(Files, "get_ranges", scarce)

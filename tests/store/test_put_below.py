@@ -16,11 +16,12 @@ from store.runs import fingerprint
 
 from kvloom import QuantSpec, ops
 from kvloom.caches import CacheFormat, PrefixCache
+from kvloom.caches.rows.pages import Pages
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.pool.identity import fingerprint_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
-from kvloom.store import Fingerprint, KVStore, digests, entries_of, put_below
+from kvloom.store import Fingerprint, KVStore, below, digests, entries_of, put_below
 
 TOKENS = list(range(20, 36))
 
@@ -70,6 +71,35 @@ def test_the_last_token_is_left_to_compute_and_others_find_nothing(tmp_path: Pat
         other = make()
         store_over(other, url, **changes)
         assert other.begin(tokens, salt).num_cached == expected
+
+
+def test_each_run_that_is_read_takes_time_for_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(below, "RUN_BYTES", 1)  # a run of each page
+    with KVStore("memory://", read="always") as store:
+        first, second = make(), make()
+        put_below(first, store, whose(first))
+        write(first, first.begin(TOKENS))
+        assert store.flush(10)
+        put_below(second, store, whose(second))
+        slots, asked = Pages.slots, list[int]()
+        monkeypatch.setattr(Pages, "slots", lambda self, ids, x: asked.extend(ids) or slots(self, ids, x))
+        sequence = second.begin([*TOKENS, 1])
+    assert sequence.num_cached == len(TOKENS)
+    assert asked == [ref.id for ref in sequence.table.pages]
+
+
+def test_a_run_may_begin_within_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(below, "RUN_BYTES", 1)  # a run of each page
+    first, second = make(page_size=PAGE // 2), make()
+    with KVStore("memory://", read="always") as store:
+        put_below(first, store, whose(first))
+        write(first, first.begin(TOKENS))
+        assert store.flush(10)
+        put_below(second, store, whose(second))
+        sequence = second.begin([*TOKENS, 1])
+    assert sequence.num_cached == len(TOKENS)
+    write(second, sequence)
+    assert_own(second, sequence)
 
 
 def test_a_cache_goes_on_in_memory_when_it_is_saved(tmp_path: Path) -> None:
@@ -154,3 +184,34 @@ def test_what_a_store_of_other_pages_knows_of_a_text_is_asked_with_its_digests(
     monkeypatch.setattr(digests, "token_bytes", count)
     assert below.known([*tokens, 1, 1], "") == [True] * 32 + [False]
     assert num_packed == 66
+
+
+@pytest.mark.parametrize("how", ["written at once", "written in turns", "read"])
+def test_of_a_text_that_does_not_fit_the_first_pages_stay(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since without them nothing behind them is found."""
+    monkeypatch.setattr(below, "RUN_BYTES", 1)  # a run of each page
+    with KVStore("memory://") as store:
+        commit_to(store, TOKENS)
+        size = sum(x.size for x in store.tiers[0].connected().list_stored())
+    others = [100 + token for token in TOKENS]
+    with KVStore("memory://", read="always", max_bytes=size * 3 // 2) as store:
+        if how == "written in turns":
+            for end in range(PAGE, len(TOKENS) + 1, PAGE):
+                commit_to(store, TOKENS[:end], TOKENS[: end - PAGE])
+        else:
+            commit_to(store, TOKENS)
+        if how == "read":
+            commit_to(store, [200])
+            assert len(store.load(whose(make()), "", TOKENS)) == len(TOKENS) // PAGE
+        commit_to(store, others)
+        found = [store.find(whose(make()), "", text) for text in (TOKENS, others)]
+    assert 0 < found[0] < len(TOKENS) and found[1] == len(TOKENS)
+
+
+def commit_to(store: KVStore, tokens: list[int], known: list[int] | None = None) -> None:
+    """Commit a text to a store, of which a cache may know the first tokens."""
+    cache = make()
+    put_below(cache, store, whose(cache))
+    for own in [known] * bool(known) + [tokens]:
+        write(cache, cache.begin(own))
+    assert store.flush(10)

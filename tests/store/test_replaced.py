@@ -66,9 +66,9 @@ def test_one_answer_that_is_wrong_condemns_no_run(tmp_path: Path, monkeypatch: p
         store.flush()
         real = Files.get_ranges
 
-        def wrong(self: Files, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+        def wrong(self: Files, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
             data = real(self, name, ranges)
-            data[-1] ^= 1
+            data[-1][-1] ^= 1
             monkeypatch.setattr(Files, "get_ranges", real)
             return data
 

@@ -213,7 +213,7 @@ def fill(backend: Slow, count: int, start: int = 0) -> list[list[int]]:
         run, _ = make_run(tokens)
         data = content(tokens)
         run = run.with_checksums(memoryview(data))
-        backend._objects[run.name] = bytes(run.head() + data), time.time()
+        backend._objects[run.name] = [run.head(), data], time.time()
     return texts
 
 
@@ -240,11 +240,11 @@ def test_an_index_that_is_damaged_costs_heads_and_no_run(store: tuple[str, Slow]
     with KVStore(url) as first:
         first.refresh(WHOSE)
     (name,) = objects(backend)
-    data = bytearray(backend._objects[name][0])
+    data = bytearray().join(backend._objects[name][0])
     for at in (0, 17, 40, len(data) // 2, len(data) - 1):
         changed = bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :])
         backend._objects = {x: y for x, y in backend._objects.items() if kind_of(x) is ObjectKind.RUN}
-        backend._objects[name] = changed, time.time()
+        backend._objects[name] = [changed], time.time()
         with KVStore(url, read="always") as second:
             assert [found(second, x) for x in texts[::50]] == [4] * 4
             assert second.tiers[0].counts["damaged"] == 1
@@ -263,7 +263,7 @@ def test_an_index_that_says_what_is_not_so_costs_no_run(store: tuple[str, Slow])
     ):
         spelled = write_index([wrong], PLAIN, lambda: None)
         name = index_name(WHOSE.folder, PLAIN.checksum(spelled))
-        backend._objects[name] = spelled, time.time()
+        backend._objects[name] = [spelled], time.time()
         with KVStore(url, read="always") as reader:
             assert found(reader, TEXT) in (0, 4)
             assert not reader.tiers[0].counts["damaged"]
@@ -317,7 +317,7 @@ def test_a_run_that_an_index_hides_is_found_once_it_is_saved_again(is_listed: bo
 def test_an_index_of_a_later_format_is_left_alone(store: tuple[str, Slow]) -> None:
     url, backend = store
     name = index_name(WHOSE.folder, b"x" * 16)
-    backend._objects[name] = b"kvloom-index/2\n\0 and something", time.time()
+    backend._objects[name] = [b"kvloom-index/2\n\0 and something"], time.time()
     with KVStore(url, read="always") as reader:
         assert found(reader, TEXT) == 4
         reader.refresh(WHOSE)
@@ -336,7 +336,7 @@ def test_the_one_index_that_is_left_of_many_stays(store: tuple[str, Slow]) -> No
         for i in range(9):
             gone = IndexEntry(f"{i}", 9, 9, 0, 2, (bytes([i]) * 32,))
             spelled = write_index([gone], PLAIN, lambda: None)
-            backend._objects[index_name(WHOSE.folder, PLAIN.checksum(spelled))] = spelled, time.time()
+            backend._objects[index_name(WHOSE.folder, PLAIN.checksum(spelled))] = [spelled], time.time()
         with KVStore(url, read="always") as other:
             other.refresh(WHOSE)
         assert objects(backend) == [kept]

@@ -25,10 +25,10 @@ class Counted(MemoryBackend):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
         self.counts["get"] += 1
         found = super().get_ranges(name, ranges)
-        self.counts["read"] += len(found)
+        self.counts["read"] += sum(map(len, found))
         return found
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from itertools import combinations
+
 import pytest
 import torch
 from store.reading import read_states
@@ -11,10 +14,12 @@ from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.format import kept_as
 from kvloom.caches.rows.row import Row
 from kvloom.caches.tensors.storage import Storage
+from kvloom.core.memory import shares_memory
 from kvloom.paging import PageTable, PrefixTree
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import StoreBelow
-from kvloom.store.transfer import entries_of, pack_pages
+from kvloom.store.format import page_bytes
+from kvloom.store.transfer import entries_of, pack_pages, tensor_of, views
 
 TOKENS = list(range(100, 136))
 SIZE = 4
@@ -70,7 +75,7 @@ def test_a_reader_written_from_the_document_reads_what_attention_reads(
         store.flush()
         backend = store.tiers[0].connected()
         ((name, size, _),) = backend.list_stored()
-        tokens, states = read_states(bytes(backend.get_ranges(name, [(0, size)])), "salt", TOKENS[:8])
+        tokens, states = read_states(bytes(*backend.get_ranges(name, [(0, size)])), "salt", TOKENS[:8])
     assert tokens == TOKENS[8:]
     for (key, value), storage in zip(states, pages.storages.values(), strict=True):
         for side, (found, spec) in enumerate(zip((key, value), storage.specs, strict=True)):
@@ -149,10 +154,32 @@ def test_a_shard_reads_the_heads_it_has() -> None:
         (whole,) = store.load(mine, "", TOKENS)
         before = store.tiers[0].counts["bytes_read"]
         (part,) = store.load(mine, "", TOKENS, heads=range(1, 3))
-        head = whole.start
-        assert store.tiers[0].counts["bytes_read"] - before - head == (len(whole.data) - head) // 2
-    row = (len(whole.data) - head) // 4
-    assert part.data[head:] == whole.data[head + row : head + 3 * row]
+        read = store.tiers[0].counts["bytes_read"] - before
+    assert read == len(whole.run.head()) + len(whole.data) // 2
+    row = len(whole.data) // 4
+    assert part.data == whole.data[row : 3 * row]
+
+
+@KINDS
+def test_parts_of_packed_pages_share_no_byte(kv: str) -> None:
+    pages = make_pages(kv, "HND")
+    form = whose(pages)
+    data = torch.zeros(form.num_heads * 3 * page_bytes(form, SIZE), dtype=torch.uint8)
+    parts = [x for view in views(data, form, SIZE, 3) for x in view.tensors if x is not None]
+    assert all(view.is_writable for view in views(data, form, SIZE, 3))
+    assert not any(shares_memory(x, y) for x, y in combinations(parts, 2))
+
+
+def test_bytes_of_a_store_in_memory_are_not_copied_to_be_read() -> None:
+    """And a part of them, of which torch cannot get a view that is read-only, is no way to change them."""
+    stored = bytearray(b"0123456789")
+    whole, part = memoryview(stored).toreadonly(), memoryview(stored).toreadonly()[2:6]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tensor_of(whole).data_ptr() == torch.frombuffer(stored, dtype=torch.uint8).data_ptr()
+        tensor_of(part).zero_()
+        tensor_of(memoryview(b"bytes")).zero_()
+    assert stored == b"0123456789"
 
 
 def test_the_earlier_name_of_entries_works() -> None:

@@ -87,7 +87,7 @@ class KVView:
     key: Side
     value: Side | None
     whole: InitVar[tuple[Tensor, ...]] = ()
-    """Cache and scale of which both sides are disjoint parts; empty if there are none."""
+    """Cache and scale of which both sides are disjoint parts, or one tensor that has all; empty for none."""
     is_writable: bool = field(init=False, repr=False)
     """Whether no two elements share memory, and none requires a gradient."""
     tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = field(init=False, repr=False)
@@ -131,6 +131,8 @@ class KVView:
         caches, scales = self.tensors[:2], self.tensors[2:]
         # Disjoint parts of one tensor that does not overlap itself share nothing, even if interleaved.
         is_known = len(whole) > 0 and not any(map(overlaps_itself, whole))
+        if is_known and len(whole) == 1:
+            return True
         pairs = [*product(caches, scales), *(() if is_known else (caches, scales))]
         return not any(x is not None and y is not None and shares_memory(x, y) for x, y in pairs)
 

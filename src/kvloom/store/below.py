@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 from kvloom.caches import PrefixCache
@@ -26,6 +27,8 @@ _OPENING_SECONDS: Final = 1.0
 """Seconds that a new pool waits for the list of its store."""
 RUN_BYTES: Final = 8 << 20
 """Maximum bytes of a run of several pages."""
+_RUNS_IN_LIMIT: Final = 4
+"""Number of runs for which a store with a limit has room: what is evicted is a part of a long text."""
 
 
 class StoreBelow:
@@ -169,13 +172,15 @@ class StoreBelow:
         prefixes.extend(tokens[prefixes.num_tokens : num_pages * size])
         nbytes = whose.num_heads * page_bytes(whose, size)
         missing = store.missing(whose, prefixes, range((start + 1) * size, num_pages * size + 1, size))
-        for run in runs_of([end // size - 1 for end in missing], max(1, RUN_BYTES // nbytes)):
-            if store.has_room(nbytes * len(run)):
-                ids = [held.table.page(i - first).id for i in run]
-                data = pack_pages(self._pages, ids, whose)
-                store.save_part(whose, salt, prefixes, run.start * size, run.stop * size, size, data)
-            else:
-                store.counts["runs_dropped"] += 1
+        runs = runs_of([end // size - 1 for end in missing], longest_run(store, nbytes))
+        ends = accumulate(nbytes * len(run) for run in runs)
+        fitting = [run for run, end in zip(runs, ends, strict=True) if store.has_room(end)]
+        if len(fitting) < len(runs):
+            store.counts["runs_dropped"] += len(runs) - len(fitting)
+        for run in reversed(fitting):  # the first pages are written last, and evicted last
+            ids = [held.table.page(i - first).id for i in run]
+            data = pack_pages(self._pages, ids, whose)
+            store.save_part(whose, salt, prefixes, run.start * size, run.stop * size, size, data)
         if not any(tier.is_down(whose) for tier in store.tiers):
             held.kept, kept.num_pages = kept, num_pages
 
@@ -346,6 +351,12 @@ class _Kept:
     num_lost: int
     num_pages: int
     prefixes: TextDigests | None = None
+
+
+def longest_run(store: KVStore, nbytes: int) -> int:
+    """Largest number of pages of ``nbytes`` bytes in a run for a store."""
+    most = RUN_BYTES if store.max_bytes is None else min(RUN_BYTES, store.max_bytes // _RUNS_IN_LIMIT)
+    return max(1, most // nbytes)
 
 
 def runs_of(numbers: Sequence[int], longest: int) -> list[range]:

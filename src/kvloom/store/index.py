@@ -189,6 +189,9 @@ class IndexedStore(Protocol):
     def connected(self) -> Backend:
         """Backend with the store's objects."""
 
+    def write(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool | None:
+        """Write an object within the store's limits."""
+
     def damaged(self, name: str, why: str) -> None:
         """Quarantine an object."""
 
@@ -219,7 +222,7 @@ class IndexObjects:
             try:
                 if x.size > _MAX_BYTES:
                     raise DamagedRun(f"an index has at most {_MAX_BYTES} bytes, got {x.size}")
-                data = bytes(store.connected().get_ranges(x.name, [(0, x.size)]))
+                data = bytes(store.connected().get_ranges(x.name, [(0, x.size)])[0])
                 entries = read_index(data, self._folder, store.sums, rest)
             except FileNotFoundError:
                 continue
@@ -256,7 +259,8 @@ class IndexObjects:
                 some = new[at : at + MAX_RUNS]
                 data = write_index(some, store.sums, rest)
                 name = index_name(self._folder, store.sums.checksum(data))
-                backend.put_if_absent(name, [data])
+                if store.write(name, [data]) is None:
+                    return
                 self._runs[name] = frozenset(entry.name for entry in some)
                 written.add(name)
         for name in set(stale) - written:  # the merged object may equal one of them

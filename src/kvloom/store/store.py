@@ -89,7 +89,7 @@ class KVStore:
         sums = PLAIN if key is None else Sums(key)
         self.tiers = [Tier(url, mode=mode, sums=sums, **limits) for url in urls]
         self.counts: Counter[str] = Counter()
-        self.keep_text = keep_text
+        self.keep_text, self.max_bytes = keep_text, max_bytes
         self._reads_always, self._max_wait, self._sums = read == "always", max_wait, sums
         self._writer = Writer(max_queued)
         self._closing = weakref.finalize(self, _end, self._writer, self.tiers)
@@ -241,6 +241,7 @@ class KVStore:
             return
         began = time.monotonic()
         calls = [tier.readers.submit(partial(read, segment)) for segment in segments]
+        used: list[str] = []
         try:
             for segment, size, call in zip(segments, nbytes, calls, strict=True):
                 left = None if wait is None else max(began + wait - time.monotonic(), 0.0)
@@ -252,11 +253,12 @@ class KVStore:
                     return
                 if piece is None:
                     return
-                tier.counts["bytes_read"] += len(piece.data)
-                touch = partial(tier.touch, segment.entry.name)
-                _ = touch() if wait is None else tier.readers.submit(touch)
+                tier.counts["bytes_read"] += segment.entry.head_size + len(piece.data)
+                used.append(segment.entry.name)
                 yield piece
         finally:
+            touch = partial(_touch, tier, used)
+            _ = touch() if wait is None else tier.readers.submit(touch)
             for call in calls:
                 call.cancel()
 
@@ -310,7 +312,8 @@ class KVStore:
         before, *digests = prefixes.digests(range(first, end + 1, page_size))
         text = prefixes.token_bytes(first, end) if self.keep_text else None
         own = salt_digest(salt), first, page_size, before, tuple(digests), text
-        return self._put(Run(fingerprint, *own, sums=self._sums), data, self.tiers)
+        run = Run(fingerprint, *own, sums=self._sums)
+        return self._put(run, data, self.tiers, self._before(fingerprint, prefixes, first))
 
     @property
     def num_lost(self) -> int:
@@ -364,13 +367,33 @@ class KVStore:
     def _promote(self, piece: ReadPages, tiers: Sequence[Tier]) -> None:
         """Copy pages from a later store to the earlier ones."""
         part = piece.run.part(piece.segment.pages)
-        self._put(replace(part, sums=self._sums), piece.data[piece.start :], tiers)
+        self._put(replace(part, sums=self._sums), piece.data, tiers)
 
-    def _put(self, run: Run, data: bytearray | memoryview, tiers: Sequence[Tier]) -> bool:
+    def _before(
+        self, fingerprint: Fingerprint, prefixes: TextDigests, end: int
+    ) -> tuple[tuple[Tier, list[str]], ...]:
+        """Names of the runs that stores with limits have of a text up to ``end``."""
+        limited = [tier for tier in self.tiers if tier.is_limited and end]
+        found = [tier.catalog.find(fingerprint, prefixes, 0, end, 0.0) for tier in limited]
+        return tuple((tier, [x.entry.name for x in own]) for tier, own in zip(limited, found, strict=True))
+
+    def _put(
+        self,
+        run: Run,
+        data: bytearray | memoryview,
+        tiers: Sequence[Tier],
+        before: tuple[tuple[Tier, list[str]], ...] = (),
+    ) -> bool:
         # Not in the thread: a page's checksum holds Python's lock, and would delay steps.
-        is_taken = self._writer.put(Write(run.with_checksums(memoryview(data)), data, tiers))
+        is_taken = self._writer.put(Write(run.with_checksums(memoryview(data)), data, tiers, before))
         self.counts["runs_saved" if is_taken else "runs_dropped"] += 1
         return is_taken
+
+
+def _touch(tier: Tier, names: Sequence[str]) -> None:
+    """Record the use of runs of a text: of the first pages last, since without them no others are found."""
+    for name in reversed(names):
+        tier.touch(name)
 
 
 def open_store(store: KVStore | str | Sequence[str]) -> KVStore:

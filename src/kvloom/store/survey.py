@@ -76,7 +76,7 @@ def _expect_whole(backend: Backend, x: Stored, run: Run, start: int) -> None:
     for head in range(run.fingerprint.num_heads):
         for first in range(0, run.num_pages, at_once):
             pages, heads = range(first, min(first + at_once, run.num_pages)), range(head, head + 1)
-            data = backend.get_ranges(x.name, ranges_of(pages, heads, run.num_pages, size, start))
+            (data,) = backend.get_ranges(x.name, ranges_of(pages, heads, run.num_pages, size, start))
             run.expect_whole(data, pages, heads)
 
 

@@ -60,7 +60,7 @@ def pack_pages(
             pages.
     """
     size, count = (pages.format.page_size, len(ids)) if num_tokens is None else (1, num_tokens)
-    layers = [(x.view, pages.slots(ids, x)[: size * count]) for _, x in sorted(pages.storages.items())]
+    layers = [(view, slots[: size * count]) for view, slots in _slots(pages, ids)]
     return pack_slots(layers, fingerprint, size, count)
 
 
@@ -69,13 +69,16 @@ def pack_slots(
 ) -> bytearray:
     """``pack_pages``, given the view of each layer, and in it the N * S slots of the tokens."""
     packed = bytearray(fingerprint.num_heads * num_pages * page_bytes(fingerprint, page_size))
-    data, device = torch.frombuffer(packed, dtype=torch.uint8), layers[0][0].device
-    moved = data if device.type == "cpu" else data.to(device)
-    tokens = torch.arange(num_pages * page_size, device=device)
-    for (view, slots), target in zip(layers, views(moved, fingerprint, page_size, num_pages), strict=True):
-        ops.copy(view, slots.to(device), target, tokens)
-    if moved is not data:
-        data.copy_(moved)
+    data, form = torch.frombuffer(packed, dtype=torch.uint8), (fingerprint, page_size, num_pages)
+    devices = list(dict.fromkeys(view.device for view, _ in layers))
+    for device in devices:
+        there = data if device.type == "cpu" else torch.zeros(len(data), dtype=torch.uint8, device=device)
+        tokens = torch.arange(num_pages * page_size, device=device)
+        for (view, slots), target in zip(layers, views(there, *form), strict=True):
+            if view.device == device:
+                ops.copy(view, slots.to(device), target, tokens)
+        if there is not data:  # waits for the device; bytes of layers elsewhere are zeros
+            data.copy_(there) if len(devices) == 1 else data.bitwise_or_(there.cpu())
     return packed
 
 
@@ -89,15 +92,11 @@ def unpack_pages(piece: ReadPages, tokens: range, pages: Pages, ids: Sequence[in
         ids: Ids of the target pages, in order.
         start: Token slot, within ``ids``, of the first token.
     """
-    source = torch.arange(tokens.start, tokens.stop)
-    unpack_slots(
-        piece,
-        piece.run.fingerprint,
-        [
-            (source, x.view, pages.slots(ids, x)[start : start + len(tokens)])
-            for _, x in sorted(pages.storages.items())
-        ],
-    )
+    source, size = torch.arange(tokens.start, tokens.stop), pages.format.page_size
+    first, end = start // size, -(-(start + len(tokens)) // size)
+    own = slice(start - first * size, start - first * size + len(tokens))
+    layers = [(source, view, slots[own]) for view, slots in _slots(pages, ids[first:end])]
+    unpack_slots(piece, piece.run.fingerprint, layers)
 
 
 def unpack_slots(
@@ -107,10 +106,23 @@ def unpack_slots(
 
     ``fingerprint`` is that of the heads that were read.
     """
-    data, device = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start), layers[0][1].device
-    sources = views(data.to(device), fingerprint, piece.run.page_size, len(piece.segment.pages))
-    for source, (tokens, view, slots) in zip(sources, layers, strict=True):
-        ops.copy(source, tokens.to(device), view, slots.to(device))
+    data, form = tensor_of(piece.data), (fingerprint, piece.run.page_size, len(piece.segment.pages))
+    for device in dict.fromkeys(view.device for _, view, _ in layers):
+        sources = views(data.to(device), *form)
+        for source, (tokens, view, slots) in zip(sources, layers, strict=True):
+            if view.device == device:
+                ops.copy(source, tokens.to(device), view, slots.to(device))
+
+
+def tensor_of(data: memoryview) -> Tensor:
+    """``[n]`` uint8 over bytes that are read and not written.
+
+    torch warns of memory that is read-only. It gets the ``bytearray`` that a view is all of, or else a copy.
+    """
+    if data.readonly:
+        whole = data.obj if isinstance(data.obj, bytearray) else b""
+        data = memoryview(whole if len(whole) == len(data) else bytearray(data))
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int) -> Iterator[KVView]:
@@ -131,4 +143,14 @@ def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int
                 tensors.append(typed.as_strided(shape, elements, at // part.itemsize))
                 at += part_bytes(part, vectors)
             sides.append(Side(*tensors))
-        yield KVView(sides[0], sides[1] if len(sides) > 1 else None)
+        yield KVView(sides[0], sides[1] if len(sides) > 1 else None, (data,))
+
+
+def _slots(pages: Pages, ids: Sequence[int]) -> Iterator[tuple[KVView, Tensor]]:
+    """View of each layer, and in it the slots of the tokens of some pages."""
+    found: dict[tuple[int, int], Tensor] = {}  # most layers have the same
+    for _, x in sorted(pages.storages.items()):
+        form = x.page_size, x.stride
+        if form not in found:
+            found[form] = pages.slots(ids, x)
+        yield x.view, found[form]

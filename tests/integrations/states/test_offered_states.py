@@ -79,7 +79,7 @@ def stored(model: Any, kv: str, texts: Mapping[str, Sequence[Tensor]], **options
             for ids in committed:
                 asked(model, pool, ids, salt=salt)
         assert pool.flush()
-    return {name: data for name, (data, _) in MemoryBackend._shared.pop(url)._objects.items()}
+    return {name: b"".join(parts) for name, (parts, _) in MemoryBackend._shared.pop(url)._objects.items()}
 
 
 def foreign(model: Any, kv: str) -> list[bytes]:

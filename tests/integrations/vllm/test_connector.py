@@ -160,7 +160,7 @@ def test_a_pool_of_transformers_has_the_codes_of_vllm(
         cache = pool.begin(tokens)
         assert cache.get_seq_length() == wanted
         ids = [ref.id for ref in cache.sequences[0].tables[0].pages]
-        assert pack_pages(cache.sequences[0].pages, ids, fingerprint) == piece.data[piece.start :]
+        assert pack_pages(cache.sequences[0].pages, ids, fingerprint) == piece.data
         logits = model(tokens[:, wanted:], past_key_values=cache).logits[0, -1]
     assert int(logits.argmax()) == int8[1][0]
 

@@ -125,8 +125,9 @@ def written_and_read(store: KVStore, damage: bool = False) -> tuple[set[str], li
     if damage:
         objects = MemoryBackend.of_url(store.tiers[0].url)._objects
         [name] = [name for name in objects if name != run.name and WHOSE.folder in name]
-        data, used = objects[name]
-        objects[name] = data[:-12] + b"?" + data[-11:], used
+        parts, used = objects[name]
+        data = b"".join(parts)
+        objects[name] = [data[:-12] + b"?" + data[-11:]], used
     with closing(Mover(store, FINGERPRINT, pages, None, states=States(WHOSE, target))) as mover:
         failed = read(mover, [Transfer("a", "", text, 0, ([1, 2],), (3, 4))])
     right = []

@@ -34,6 +34,7 @@ from kvloom.integrations.transformers.models.cache_argument import (
 from kvloom.integrations.transformers.models.text_config import expect_model, text_config_of
 from kvloom.integrations.transformers.session import SESSIONS, put_beneath
 from kvloom.integrations.transformers.session.drafts.generate import GENERATE, Generate
+from kvloom.integrations.transformers.stock_caches import StockCaches, is_default
 
 _LOG: Final = logging.getLogger("kvloom")
 _ENABLED: Final = "_kvloom_enabled"
@@ -137,10 +138,11 @@ class _Enabled:
 
     Attributes:
         options: Arguments of ``KVCache.for_model``.
+        stock_caches: What is said of caches that the caller asks for instead.
     """
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
-        self.options = options
+        self.options, self.stock_caches = options, StockCaches()
         hold_attention(model, _ENABLED)
         if (attention := text_config_of(model)._attn_implementation) != IMPLEMENTATION:
             _LOG.warning("attention of %s stays %r: it cannot be replaced", type(model).__name__, attention)
@@ -294,14 +296,16 @@ class _PrepareCache:
     ) -> Any:
         model, given = self._model, given_cache(model_kwargs)
         is_given = given is not None
+        if generation_config.use_cache is not False:
+            name = None if is_given else generation_config.cache_implementation
+            self._enabled.stock_caches.expect(model, name, given)
         if isinstance(given, KVCache):
             of_encoder = model.config.is_encoder_decoder
             _expect_new_tokens(given, generation_config, model_kwargs, is_of_encoder=of_encoder)
             _expect_all_seen(given, self._enabled.cache(model), model)
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)
-        is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")
-        if made is not None and not is_given and is_default:
+        if made is not None and not is_given and is_default(generation_config.cache_implementation):
             model_kwargs[CACHE_ARGUMENT] = cache = self._enabled.cache(model)
             if isinstance(cache, KVCache):
                 cache.remembered.claim()

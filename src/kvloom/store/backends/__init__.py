@@ -32,14 +32,17 @@ class Backend(Protocol):
     called from several threads.
     """
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
-        """Concatenated bytes of all ranges ``[start, end)``; fewer if the object ends before.
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
+        """Bytes of each range ``[start, end)``; fewer if the object ends before.
 
-        The caller owns the memory and may write it.
+        Nobody writes this memory, which may be the store's own; then it is read-only.
         """
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
-        """Write an object, visible only once all of it is durable; ``False`` if the name exists."""
+        """Write an object, visible only once all of it is durable; ``False`` if the name exists.
+
+        Parts must not be changed afterwards: a store in memory keeps them.
+        """
 
     def touch(self, name: str) -> None:
         """Record that an object was used now, if the store can."""

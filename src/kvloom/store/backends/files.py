@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
-from itertools import count
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -70,13 +70,14 @@ class Files:
             raise ArgumentError(f"store must be a folder that is there, got {str(path)!r}")
         return cls(path, mode)
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
         with _opened(self._path(name), os.O_RDONLY) as file:
             size = os.fstat(file).st_size
-            wanted = [(start, min(end, size)) for start, end in _joined(ranges) if start < size]
-            data = _memory(sum(end - start for start, end in wanted))
-            _read(file, wanted, data, name)
-            return data
+            wanted = [(min(start, size), min(end, size)) for start, end in ranges]
+            ends = [0, *accumulate(end - start for start, end in wanted)]
+            data = _memory(ends[-1])
+            _read(file, _joined(wanted), data, name)
+            return [data[start:end] for start, end in pairwise(ends)]
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         path = self._path(name)

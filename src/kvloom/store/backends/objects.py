@@ -32,7 +32,7 @@ class Objects:
                 retry_config={"max_retries": 1, "retry_timeout": seconds},
             )
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
         try:
             return self._read(name, ranges)
         except (FileNotFoundError, KeyboardInterrupt, SystemExit):
@@ -40,20 +40,22 @@ class Objects:
         except BaseException as error:  # obstore panics if an object ends within one of several ranges
             with _errors():
                 size = obstore.head(self._store, name)["size"]
-            within = [(start, min(end, size)) for start, end in ranges if start < min(end, size)]
+            within = [(min(start, size), min(end, size)) for start, end in ranges]
             if within == ranges:
                 raise error if isinstance(error, OSError) else OSError(str(error)) from error
         return self._read(name, within)
 
-    def _read(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
-        """Read ranges that are not empty and are inside the object."""
-        data = bytearray()
-        if ranges:
-            starts, ends = zip(*ranges, strict=True)
+    def _read(self, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
+        """Read ranges that are inside the object."""
+        found: dict[tuple[int, int], bytearray] = {}
+        wanted = list(dict.fromkeys(x for x in ranges if x[0] < x[1]))  # obstore takes no empty ones
+        if wanted:
+            starts, ends = zip(*wanted, strict=True)
             read: Callable[..., Any] = obstore.get_ranges
             with _errors():
-                data = data.join(read(self._store, name, starts=starts, ends=ends))
-        return memoryview(data)
+                parts = map(bytearray, read(self._store, name, starts=starts, ends=ends))
+            found = dict(zip(wanted, parts, strict=True))
+        return [memoryview(found.get(x, b"")) for x in ranges]
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         try:

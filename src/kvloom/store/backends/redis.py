@@ -31,17 +31,17 @@ class Redis:
                 url, socket_timeout=timeout, socket_connect_timeout=timeout
             )
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
         key = _PREFIX + name
         with _errors(), self._client.pipeline(transaction=True) as calls:
             calls.exists(key)
             for start, end in ranges:
-                if start < end:  # -1 would be the last byte
-                    calls.getrange(key, start, end - 1)
+                first, last = (start, end - 1) if start < end else (1, 0)  # -1 would be the last byte
+                calls.getrange(key, first, last)
             there, *parts = calls.execute()
         if not there:
             raise FileNotFoundError(name)
-        return memoryview(bytearray().join(parts))
+        return [memoryview(bytearray(x)) for x in parts]
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         with _errors(), self._client.pipeline(transaction=True) as calls:

@@ -372,6 +372,6 @@ class Catalog:
 
     def _head(self, backend: Backend, x: Stored) -> bytes:
         asked = time.perf_counter()
-        data = bytes(backend.get_ranges(x.name, [(0, min(x.size, FIRST_READ))]))
+        data = bytes(backend.get_ranges(x.name, [(0, min(x.size, FIRST_READ))])[0])
         self._store.speed.note(time.perf_counter() - asked, 0)
         return data

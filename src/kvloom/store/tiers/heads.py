@@ -61,7 +61,8 @@ def head_of(backend: Backend, x: Stored, sums: Sums = PLAIN) -> tuple[Run, int]:
         DamagedRun: the object is no run.
         FileNotFoundError: it was removed.
     """
-    return head_from(bytes(backend.get_ranges(x.name, [(0, min(x.size, FIRST_READ))])), backend, x, sums)
+    (first,) = backend.get_ranges(x.name, [(0, min(x.size, FIRST_READ))])
+    return head_from(bytes(first), backend, x, sums)
 
 
 def head_from(data: bytes, backend: Backend, x: Stored, sums: Sums) -> tuple[Run, int]:
@@ -72,7 +73,7 @@ def head_from(data: bytes, backend: Backend, x: Stored, sums: Sums) -> tuple[Run
         FileNotFoundError: the same.
     """
     while (size := head_size(data, x.size, sums)) > len(data):
-        rest = bytes(backend.get_ranges(x.name, [(len(data), size)])) if size <= x.size else b""
+        rest = bytes(backend.get_ranges(x.name, [(len(data), size)])[0]) if size <= x.size else b""
         if not rest:
             raise DamagedRun(f"the head ends at byte {size}, the file at {min(x.size, len(data))}")
         data += rest

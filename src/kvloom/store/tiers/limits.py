@@ -108,7 +108,7 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
     for x in objects:
         if kind_of(x.name) is ObjectKind.MARK and x.name.startswith(mark_name(f"{folder}/")):
             with suppress(FileNotFoundError, PermissionError):
-                data = bytes(backend.get_ranges(x.name, [(0, x.size)]))
+                data = bytes(backend.get_ranges(x.name, [(0, x.size)])[0])
                 digests = (data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES))
                 found.append(Eviction(x.used, tuple(digests)))
     return found
@@ -158,6 +158,10 @@ class Room:
         self._listed = float("-inf")
         self._took = 0.0
 
+    def holds(self, nbytes: int) -> bool:
+        """Whether the limits allow one object of ``nbytes``."""
+        return self._max_bytes is None or nbytes <= self._max_bytes
+
     def make(self, nbytes: int) -> bool:
         """Evict until the limits hold with ``nbytes`` more, unless these alone exceed them.
 
@@ -165,7 +169,7 @@ class Room:
             OSError: the store fails.
         """
         limit = self._max_bytes
-        if limit is not None and nbytes > limit:
+        if not self.holds(nbytes):
             return False
         if not self.is_limited:
             return True

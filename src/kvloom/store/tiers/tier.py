@@ -1,9 +1,10 @@
 """One store of a chain: its runs, failures and limits."""
 
 import logging
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
@@ -35,14 +36,12 @@ class ReadPages(NamedTuple):
     Attributes:
         run: Run of the pages.
         segment: Pages of the run that were read.
-        data: Head of the file, and the pages, heads outermost, from ``start`` on.
-        start: Bytes of the head.
+        data: The pages, heads outermost. Nobody writes this memory, which may be the store's own.
     """
 
     run: Run
     segment: Segment
     data: memoryview
-    start: int
 
 
 class Tier:
@@ -86,6 +85,7 @@ class Tier:
         self.catalog = Catalog(self)
         self._timeout, self._retry, self._mode = timeout, retry, mode
         self._room = Room(self.connected, max_bytes, max_age, sums, self._evicted)
+        self._writing = threading.Lock()  # from making room to taking it
         self._probes: dict[str, Probe] = {}  # by folder
         self._agreed: dict[str, bool] = {}  # by folder, whether the store's probe is alike
         self._heads = Heads(sums=sums)
@@ -149,16 +149,28 @@ class Tier:
         size = page_bytes(fingerprint, entry.page_size)
         wanted = ranges_of(segment.pages, heads, len(entry.digests), size, start)
         began = time.perf_counter()
-        data = self.attempt("read", lambda: self._get(entry, wanted), None)
-        if data is None:
+        found = self.attempt("read", lambda: self._get(entry, wanted), None)
+        if found is None:
             return None
-        run = self._heads.read(entry.name, bytes(data[:start]), entry.size)
+        head, *parts = found
+        data = parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+        run = self._heads.read(entry.name, bytes(head), entry.size)
         if run.fingerprint != fingerprint or run.salt != salt:
             raise DamagedRun("the run is of another model or salt")
         run.expect_prefix(prefixes, segment.end)
-        run.expect_whole(data[start:], segment.pages, heads)
-        self.speed.note(time.perf_counter() - began, len(data))
-        return ReadPages(run, segment, data, start)
+        run.expect_whole(data, segment.pages, heads)
+        self.speed.note(time.perf_counter() - began, len(head) + len(data))
+        return ReadPages(run, segment, data)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the store has limits."""
+        return self._room.is_limited
+
+    def used(self, names: Sequence[str]) -> None:
+        """Let the runs of a text, in order, count as used by this process: the first last."""
+        for name in reversed(names):
+            self._room.used(name)
 
     def touch(self, name: str) -> None:
         """Record the use of an object, at most once a second."""
@@ -177,7 +189,11 @@ class Tier:
             return False
         head = run.head()
         nbytes = len(head) + len(data)
-        is_new = self.attempt("write", lambda: self._write(run.name, [head, data], nbytes), None, folder)
+        if not self._room.holds(nbytes):
+            self.counts["runs_too_large"] += 1
+            self._warn("large", "%s may hold less than one run of %d bytes", self.name, nbytes)
+            return False
+        is_new = self.attempt("write", lambda: self.write(run.name, [head, data]), None, folder)
         if is_new is None:
             return False
         if not is_new:  # its head differs, with or without a text, or an index was wrong
@@ -186,9 +202,32 @@ class Tier:
         self.counts["runs_written"] += 1
         self.counts["bytes_written"] += nbytes
         self.catalog.add(run, len(head))
-        self._room.wrote(run.name, nbytes)
         self.attempt("write", lambda: self._room.make(0), False, folder)
         return True
+
+    def write(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool | None:
+        """Write an object within the limits; returns whether it is new, ``None`` if it alone exceeds them.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not self._room.is_limited:
+            return self.connected().put_if_absent(name, parts)
+        nbytes = sum(map(len, parts))
+        with self._writing:
+            if not self._room.make(nbytes):
+                return None
+            put = partial(self.connected().put_if_absent, name, parts)
+            try:
+                is_new = put()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._room.free(nbytes)
+                is_new = put()
+            if is_new:
+                self._room.wrote(name, nbytes)
+            return is_new
 
     def connected(self) -> Backend:
         """Backend of the store, opened if needed.
@@ -208,7 +247,7 @@ class Tier:
         kept = self._kept_probe(folder, len(probe.data))
         if kept is None:
             with suppress(OSError):  # without write permission the store can still be read
-                self.connected().put_if_absent(probe_name(folder), [probe.data])
+                self.write(probe_name(folder), [probe.data])
             kept = self._kept_probe(folder, len(probe.data))
         difference = ""
         if kept is not None:
@@ -275,6 +314,7 @@ class Tier:
         self.readers, self.catalog = Readers(), Catalog(self)
         self._heads = Heads(sums=self.sums)
         self._room.after_fork()
+        self._writing = threading.Lock()
         self.speed = Speed()
         self._backend = None
 
@@ -282,25 +322,11 @@ class Tier:
         until = max(self._down_until.get(x, 0.0) for x in (way, f"{way}/{folder}"))
         return time.monotonic() < until
 
-    def _write(self, name: str, parts: list[bytes | bytearray | memoryview], nbytes: int) -> bool | None:
-        """Write an object; returns whether it is new, or ``None`` if it alone exceeds the limits."""
-        if not self._room.make(nbytes):
-            self._warn("large", "%s may hold less than one run of %d bytes", self.name, nbytes)
-            return None
-        put = partial(self.connected().put_if_absent, name, parts)
-        try:
-            return put()
-        except OSError as error:
-            if not is_full(error) or not self._room.is_limited:
-                raise
-        self._room.free(nbytes)
-        return put()
-
     def _evicted(self, name: str) -> None:
         self._forget(name)
         self.counts["runs_evicted"] += kind_of(name) is not ObjectKind.MARK
 
-    def _get(self, entry: IndexEntry, ranges: list[tuple[int, int]]) -> memoryview | None:
+    def _get(self, entry: IndexEntry, ranges: list[tuple[int, int]]) -> list[memoryview] | None:
         try:
             return self.connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
         except FileNotFoundError:  # removed by another process
@@ -317,7 +343,7 @@ class Tier:
     def _kept_probe(self, folder: str, size: int) -> bytes | None:
         try:
             began = time.perf_counter()
-            found = bytes(self.connected().get_ranges(probe_name(folder), [(0, size + 1)]))
+            found = bytes(self.connected().get_ranges(probe_name(folder), [(0, size + 1)])[0])
             self.speed.note(time.perf_counter() - began, 0)
         except FileNotFoundError:
             return None

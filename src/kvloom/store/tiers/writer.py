@@ -20,11 +20,19 @@ EXIT_SECONDS: Final = 30.0
 
 
 class Write(NamedTuple):
-    """Run to write."""
+    """Run to write.
+
+    Attributes:
+        run: The run.
+        data: Its pages.
+        tiers: Stores to write it to.
+        before: Runs of the text before it in each store with limits, which count as used when it is written.
+    """
 
     run: Run
     data: bytearray | memoryview
     tiers: Sequence[Tier]
+    before: Sequence[tuple[Tier, Sequence[str]]] = ()
 
 
 class Writer:
@@ -98,6 +106,8 @@ class Writer:
             try:
                 for tier in write.tiers:
                     tier.put(write.run, write.data)
+                for tier, names in write.before:
+                    tier.used(names)
             except Exception:  # without the thread the queue would fill up
                 _LOG.exception("a run was not written")
             with self._changed:

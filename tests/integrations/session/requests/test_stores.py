@@ -17,6 +17,7 @@ import torch
 from integrations.models.test_families import family
 from oracles.batching import Session, add_between_steps, alone, random_requests, session
 from oracles.pairs import in_turn
+from oracles.watched_store import watched_store
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVPool, continuous_batching
@@ -266,3 +267,31 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         continuous_batching(family("Falcon-H1"), store=url_of(tmp_path))
     assert "init_continuous_batching" not in vars(model)
+
+
+def test_pages_of_idle_conversations_wait_in_host_memory_and_come_back() -> None:
+    """In turn, where the session has pages for one of them; the store never has more than it may."""
+    model, new = family("Llama"), [stem(60, seed) for seed in range(4)]
+    answers: dict[str, list[list[int]]] = {}
+    with watched_store("idle") as (url, backend):
+        for limit in (1 << 40, 0):
+            store = KVStore(url, read="always", max_bytes=limit)
+            texts, answers[str(limit)] = [[*x] for x in new], []
+            with session_with_store(Path(), model, "int8:g4", store, num_blocks=8) as running:
+                found = []
+                for turn in range(2):
+                    for text in texts:
+                        before = running.manager.report().tokens_found
+                        [answer] = tokens_of(running, [text])
+                        found.append(running.manager.report().tokens_found - before)
+                        answers[str(limit)].append(answer)
+                        assert store.flush()
+                        text += answer + stem(9, 50 + turn)
+                assert found == [0] * 4 + [0 if limit == 0 else 64] * 4
+                assert running.manager.report().store.get("tokens_read", 0) == sum(found)
+            if limit:
+                most = backend.nbytes
+                for x in [*backend.list_stored()]:
+                    backend.delete(x.name)
+        assert backend.nbytes == 0 and backend.most == most
+    assert answers[str(1 << 40)] == answers["0"]

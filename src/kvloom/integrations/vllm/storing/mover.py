@@ -13,7 +13,7 @@ from kvloom.integrations.vllm.blocks import Blocks
 from kvloom.integrations.vllm.storing.planner import Transfer, TransferPlan
 from kvloom.integrations.vllm.storing.recurrent import States
 from kvloom.store import Fingerprint, KVStore
-from kvloom.store.below import RUN_BYTES, runs_of
+from kvloom.store.below import longest_run, runs_of
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _READERS: Final = 2
@@ -79,7 +79,7 @@ class Mover:
             self.is_aside = bool(aside)
         for save in () if self.is_aside else plan.saves:
             text = Text(save.tokens)
-            for run in self._wanted(save, text):
+            for run in reversed(self._wanted(save, text)):  # as StoreBelow.keep does
                 packed = self._gathered(self._blocks.pack(save.blocks, run))
                 if packed is not None:
                     size = self._blocks.page_size
@@ -160,7 +160,9 @@ class Mover:
         ends = range(save.start + size, end + 1, size)
         pages = [x // size - 1 for x in self._store.missing(self._fingerprint, prefixes, ends)]
         nbytes = self._blocks.page_bytes * (1 if self._ranks is None else self._ranks.world_size)
-        runs = runs_of([x for x in pages if self._blocks.has(save.blocks, x)], max(1, RUN_BYTES // nbytes))
+        runs = runs_of(
+            [x for x in pages if self._blocks.has(save.blocks, x)], longest_run(self._store, nbytes)
+        )
         room = [run for run in runs if self._store.has_room(nbytes * len(run))]
         self.counts["tokens_dropped"] += size * (sum(map(len, runs)) - sum(map(len, room)))
         return room

@@ -17,6 +17,7 @@ from kvloom.core.entries import FLOATS, Entry, SideFormat
 from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.tiers.tier import ReadPages
+from kvloom.store.transfer import tensor_of
 
 _KEPT: Final = "float32"
 """Dtype of a stored segment, which holds states of any dtype as bytes."""
@@ -97,8 +98,7 @@ class States:
 
     def unpack(self, piece: ReadPages, blocks: Sequence[int]) -> None:
         """Write a piece to the given block of each group."""
-        data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
-        self._move(data, blocks, is_read=True)
+        self._move(tensor_of(piece.data), blocks, is_read=True)
 
     def _move(self, data: Tensor, blocks: Sequence[int], is_read: bool) -> None:
         at = 0
