@@ -20,8 +20,8 @@ from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.versions import IS_4
 from kvloom.ops.gathered import attention as gathered
 
-OF_5 = [x for x in ("gpt-oss",) if x in FAMILIES]
-"""With sinks, and with windows in every other layer."""
+WITH_SINKS = [x for x in ("gpt-oss",) if x in FAMILIES]
+"""With windows in every other layer, too."""
 CHUNKS, BEAMS = {"prefill_chunk_size": 5}, {"num_beams": 2}
 LATENTS = {"kv_lora_rank": 64}
 """Sizes with which it takes less to expand latents for a prompt."""
@@ -30,7 +30,7 @@ LATENTS = {"kv_lora_rank": 64}
 @pytest.mark.parametrize(
     ("name", "mode", "options"),
     [
-        *pairwise(["Llama", "Mistral", "Gemma3", *OF_5], [{}, CHUNKS, BEAMS], [{}]),
+        *pairwise(["Llama", "Mistral", "Gemma3", *WITH_SINKS], [{}, CHUNKS, BEAMS], [{}]),
         ("DeepSeek-V3", {}, LATENTS),
     ],
     ids=str,
@@ -79,7 +79,7 @@ def test_codes_are_restored(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["Gemma3", *OF_5])
+@pytest.mark.parametrize("name", ["Gemma3", *WITH_SINKS])
 def test_codes_beside_a_residual_window_behind_windows(name: str) -> None:
     """As in place: chunks of rows, one behind padding, and a fork that goes on by itself."""
     model, found = family(name, "kvloom"), []
