@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, ops
-from kvloom.ops import Counts
+from kvloom.caches.tensors.residual import Unquantized, attend_beside, scores_of_newest
+from kvloom.caches.tensors.transform import Transform
+from kvloom.ops import Counts, Scores
 
 HEADS, HEAD_DIM, PAGE = 8, 128, 16
 MODELS = {"Llama-3-8B": 4, "Llama-3-70B": 8}
@@ -20,6 +23,8 @@ RANK, ROPE = 512, 64
 LATENTS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128}
 """Query heads over latents and rope keys of these sizes."""
 KINDS = {"bf16": None, "int8 g64": QuantSpec(8, 64), "int4 g64": QuantSpec(4, 64)}
+BESIDE, RECENT = "int4 g64, recent=64", 64
+"""A prompt over int4 as it is if nothing else is said: rotated keys, and a residual window."""
 MOST_TOKENS = 1 << 20
 """Tokens of all sequences of a decode step: 4 GiB of bfloat16."""
 
@@ -58,11 +63,15 @@ class Work(NamedTuple):
 def cases(*, quick: bool) -> list[Case]:
     """Every figure, or a few small ones."""
     if quick:
-        return [
-            Case(what, "Llama-3-8B", kind, 2, 512)
-            for what in ("decode", "append", "prefill", "chunk")
-            for kind in KINDS
-        ] + [Case("latents", model, "bf16", 2, 512) for model in LATENTS]
+        return (
+            [
+                Case(what, "Llama-3-8B", kind, 2, 512)
+                for what in ("decode", "append", "prefill", "chunk")
+                for kind in KINDS
+            ]
+            + [Case("chunk", "Llama-3-8B", BESIDE, 2, 512)]
+            + [Case("latents", model, "bf16", 2, 512) for model in LATENTS]
+        )
     decode = [
         Case("decode", model, kind, batch, context)
         for model in MODELS
@@ -75,12 +84,12 @@ def cases(*, quick: bool) -> list[Case]:
     prefill = [
         Case("prefill", model, kind, batch, context)
         for model in MODELS
-        for kind in KINDS
+        for kind in (*KINDS, BESIDE)
         for batch, context in ((1, 2048), (1, 8192), (4, 4096))
     ]
     chunk = [
         Case("chunk", "Llama-3-8B", kind, batch, context)
-        for kind in KINDS
+        for kind in (*KINDS, BESIDE)
         for batch, context in ((1, 8192), (1, 32768))
     ]
     latents = [
@@ -105,7 +114,8 @@ def prepare(case: Case, *, peers: bool = True, cold: int = COLD) -> Work:
 
 def _caches(case: Case, tokens: int, cold: int) -> tuple[list[KVView], int]:
     """Caches of ``cold`` bytes, at least one, and the bytes that the tokens take in one."""
-    spec = KVSpec(1, HEADS, HEAD_DIM, torch.bfloat16, "2 B H S D", KINDS[case.kind])
+    quant = KINDS["int4 g64" if case.kind == BESIDE else case.kind]
+    spec = KVSpec(1, HEADS, HEAD_DIM, torch.bfloat16, "2 B H S D", quant)
     pool = -(-tokens // PAGE) * PAGE
     stored = spec.nbytes(pool, PAGE)
     views = []
@@ -147,7 +157,9 @@ def _attention(case: Case, peers: bool, cold: int) -> Work:
     query = torch.randn(rows * new, HEADS * ratio, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     pages, batch = _batch(rows, new, context)
     contenders: dict[str, Call] = {"kvloom": lambda i: ops.attend(query, views[i], batch)}
-    if new > 1:
+    if case.kind == BESIDE:
+        contenders = _beside(case, query, views, batch)
+    elif new > 1:
         contenders["in_place"] = lambda i: ops.attend(query, views[i], batch, backend="triton")
     if peers and (case.kind == "bf16" or new > 1):
         contenders |= _dense_peers(case, query, new, context, len(views))
@@ -156,6 +168,18 @@ def _attention(case: Case, peers: bool, cold: int) -> Work:
     pairs = rows * (new * (context - new) + new * (new + 1) // 2)
     flops = 4 * pairs * HEADS * ratio * HEAD_DIM
     return Work(contenders, stored + 2 * query.nbytes, flops, len(views), in_graph=new == 1)
+
+
+def _beside(case: Case, query: Tensor, views: list[KVView], batch: Batch) -> dict[str, Call]:
+    """Attention to codes of rotated keys, and to unquantized tokens beside them in the same slots."""
+    exact = _caches(case._replace(kind="bf16"), views[0].num_slots, 0)[0][0]
+    scores, rotated = Scores(), Transform(HEAD_DIM)
+
+    def attend(batch: Batch) -> Call:
+        newest = Unquantized(exact, batch, scores_of_newest(scores, RECENT))
+        return lambda i: attend_beside(query, newest, views[i], batch, scores, rotated, skip=RECENT)
+
+    return {"kvloom": attend(batch), "in_place": attend(replace(batch, counts=None))}
 
 
 def _batch(rows: int, new: int, context: int) -> tuple[Tensor, Batch]:

@@ -295,7 +295,8 @@ def test_gpu_lists_what_it_would_measure(quick: Callable[..., Any]) -> None:
     cases = quick("gpu", "--list")["cases"]
     kinds = ("bf16", "int8 g64", "int4 g64")
     expected = {(what, kind) for what in ("decode", "append", "prefill", "chunk") for kind in kinds}
-    assert {(x["what"], x["kind"]) for x in cases} == expected | {("latents", "bf16")}
+    others = {("latents", "bf16"), ("chunk", "int4 g64, recent=64")}
+    assert {(x["what"], x["kind"]) for x in cases} == expected | others
     assert {x["what"] for x in quick("gpu", "--list", "append", "latents")["cases"]} == {"append", "latents"}
 
 

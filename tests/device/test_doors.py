@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.models.test_families import LATENT, family
+from integrations.models.test_families import FAMILIES, LATENT, family
 from integrations.smoothing.test_doors import biased
 from oracles.batching import batched, random_requests
 from oracles.gathering import gathering
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvloom import KVCache, KVPool
-from kvloom.ops.gathered import attention as gathered
+from kvloom.ops.gathered import flash
 from kvloom.store import KVStore
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,10 +107,44 @@ def test_prompts_in_bfloat16_are_those_of_torch(window: int | None) -> None:
     model.set_attn_implementation("kvloom")
     with gathering(512) as calls:
         found = logits(model, tokens, KVCache.for_model(model), cuts)
-    is_told = DEVICE.type == "cpu" or window is None or gathered._varlen_attention() is not None
+    is_told = DEVICE.type == "cpu" or window is None or flash.has_windows()
     assert len(calls) == (2 * model.config.num_hidden_layers if is_told else 0)
     # Two orders of sums of 8 bits each, through two layers.
     assert float((found - expected).abs().max()) <= 8 * 2.0**-8 * float(expected.abs().max())
+
+
+def expect_gathered_as_in_place(model: Any, kv: str, is_told: bool = True) -> None:
+    """Prompts long enough to be gathered; of a model of one layer, where no rounding moves a code."""
+    tokens, found = text(1200), []
+    model.to(DEVICE, torch.bfloat16)
+    for least_rows in (1 << 40, 512):
+        with gathering(least_rows) as calls:
+            found.append(logits(model, tokens, KVCache.for_model(model, kv=kv), (600, 1199)))
+    assert len(calls) == (2 if is_told else 0)
+    in_place, gathered = found
+    # Two orders of sums of 8 bits each.
+    assert float((gathered - in_place).abs().max()) <= 8 * 2.0**-8 * float(in_place.abs().max())
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_prompts_over_codes_in_bfloat16_are_those_in_place(kv: str) -> None:
+    """int4 has a residual window beside its codes."""
+    model = biased(eos_token_id=None)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    expect_gathered_as_in_place(model, kv)
+
+
+@pytest.mark.skipif("gpt-oss" not in FAMILIES, reason="this transformers has no model with sinks")
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("kv", ["auto", "int4:g8"])
+def test_prompts_with_sinks_in_bfloat16_are_those_in_place(kind: str, kv: str) -> None:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    one = {"num_hidden_layers": 1, "layer_types": [kind], "sliding_window": 100}
+    model = family("gpt-oss", "kvloom", **experts, **one)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.sinks.copy_(torch.linspace(-1, 4, 4))
+    is_told = DEVICE.type == "cpu" or kind == "full_attention" or flash.has_windows()
+    expect_gathered_as_in_place(model, kv, is_told)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

@@ -21,6 +21,7 @@ from kvloom import ops
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.ops import BatchInvariance, Counts, Scores
 from kvloom.ops.gathered import attention as gathered
+from kvloom.ops.gathered import flash
 
 NEW, STORED = [3, 1, 6, 6, 0], [7, 12, 11, 11, 4]
 SIZES = {
@@ -128,7 +129,6 @@ def test_scores_that_torch_lacks_are_computed_in_place() -> None:
         Scores(mask=torch.zeros(16, 45)),
         Scores(alibi_slopes=four),
         Scores(softcap=5.0),
-        Scores(sinks=four),
         Scores(positional_bias=waves(16, 4, 2)),
         Scores(is_causal=False),
     ]
@@ -178,20 +178,22 @@ def test_counts_that_are_not_those_of_the_batch(counts: Counts, said: str) -> No
         ops.attend(case.query, case.kv, replace(case.batch(), counts=counts))
 
 
-def test_windows_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What FlashAttention is told, whose window counts the tokens before a query's own."""
+@pytest.mark.parametrize("has_rows_of_tokens", [False, True])
+def test_windows_on_a_device(has_rows_of_tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FlashAttention is told, whose window counts the tokens before a query's own, and what it says."""
     case = make_case([6, 6], [11, 11], head_dim=20, ratio=2)
-    scores = Scores(window=4)
+    scores = Scores(window=4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
     def varlen(
         query: Tensor, key: Tensor, value: Tensor, new: Tensor, seen: Tensor, most_new: int, most_seen: int,
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
+        *, scale: float, window_size: tuple[int, int], enable_gqa: bool, return_aux: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert return_aux == "logarithms"
         assert new.dtype == seen.dtype == torch.int32
         assert (most_new, most_seen) == (int(new.diff().max()), int(seen.diff().max()))
         assert query.shape[2] == key.shape[2] == value.shape[2] == 24
         assert enable_gqa == (query.shape[1] != key.shape[1])
-        out = []
+        out, lse = [], []
         for b in range(len(new) - 1):
             q, k, v = (
                 x[starts[b] : starts[b + 1]].transpose(0, 1)
@@ -203,22 +205,91 @@ def test_windows_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             left, right = window_size
             hidden = (behind > left) | (behind < -right)
-            weights = ((q @ k.mT) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
-            out.append((weights @ v).transpose(0, 1))
-        return torch.cat(out)
+            logits = ((q @ k.mT) * scale).masked_fill(hidden, float("-inf"))
+            out.append((logits.softmax(-1) @ v).transpose(0, 1))
+            lse.append(logits.logsumexp(-1))
+        by_head = torch.cat(lse, 1)
+        return torch.cat(out), by_head.mT if has_rows_of_tokens else by_head
 
-    attention = gathered._attention
-
-    def on_a_device(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        pads = [torch.nn.functional.pad(x, (0, 24 - x.shape[3])) for x in (query, key, value)]
+    def on_a_device(
+        query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         assert window == 4
-        expected = attention(query, key, value, scale, window)
-        actual = gathered._windowed(*pads, scale, window)[..., : value.shape[3]]
-        torch.testing.assert_close(actual, expected)
-        return actual
+        out, lse = flash._windowed(*flash._of_one_width(query, key, value), scale, window)
+        found = out[..., : value.shape[3]].transpose(1, 2), lse.transpose(1, 2)
+        torch.testing.assert_close(found, flash.attention_part(query, key, value, scale, window))
+        return found
 
-    monkeypatch.setattr(gathered, "_varlen_attention", lambda: varlen)
-    monkeypatch.setattr(gathered, "_attention", on_a_device)
+    monkeypatch.setattr(flash, "_varlen_attention", lambda: (varlen, "logarithms"))
+    monkeypatch.setattr(gathered, "attention_part", on_a_device)
     with gathering() as calls:
         torch.testing.assert_close(attend(case, scores), exact(case, scores).float(), rtol=1e-5, atol=1e-6)
     assert len(calls) == 1
+
+
+def test_this_torch_says_logarithms_of_windows() -> None:
+    """By what it says of tensors without memory."""
+    if not flash.has_windows():
+        pytest.skip("this torch has no windows")
+    query, key = torch.empty(2, 8, 5, 16, device="meta"), torch.empty(2, 4, 9, 16, device="meta")
+    out, lse = flash._windowed(query, key, key, 1.0, 3)
+    assert out.shape == query.shape
+    assert lse.shape == query.shape[:3]
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("size", "shown", "dtype"),
+    pairwise([*SIZES], [*SHOWN], FLOATS),
+    ids=str,
+)
+def test_sinks_take_a_part_of_the_sum(size: str, shown: str, dtype: torch.dtype) -> None:
+    case = make_case(NEW, STORED, dtype=dtype, **SIZES[size])  # type: ignore[arg-type]
+    case.first_visible = [5, 0, 8, 9, 0]
+    sinks = torch.tensor([0.5, -torch.inf, 20.0, -3.0]).repeat(8)[: case.query.shape[1]]
+    scores = Scores(sinks=sinks.to(dtype), **SHOWN[shown])  # type: ignore[arg-type]
+    with gathering() as calls:
+        actual = attend(case, scores)
+    assert len(calls) == 1
+    assert_as_good_as_plain(actual, exact(case, scores), plain(case, scores), float32_error(case, scores))
+
+
+@pytest.mark.parametrize("kind", [PLAIN, INT4], ids=str)
+@pytest.mark.parametrize("skip", [1, 4, 6, 11, 40])
+@pytest.mark.parametrize("scores", [Scores(), Scores(window=5), Scores(window=4, scale=0.3)], ids=str)
+@pytest.mark.parametrize("first", [None, [2, 0, 1, 7, 4]], ids=["all", "padded"])
+def test_parts_leave_out_the_newest_tokens(
+    kind: Kind, skip: int, scores: Scores, first: list[int] | None
+) -> None:
+    """Of every query, whatever a window shows of them; and with few new tokens beside many."""
+    case = make_case(NEW, STORED, kind=kind)
+    case.first_visible = first
+    batch = replace(case.batch(), counts=counts_of(case))
+    expected = ops.attend_part(case.query, case.kv, case.batch(), scores, skip=skip, backend="reference")
+    for least_rows in (1, 12):
+        with gathering(least_rows) as calls:
+            actual = ops.attend_part(case.query, case.kv, batch, scores, skip=skip)
+        assert len(calls) == 1
+        assert (actual.out.dtype, actual.lse.dtype) == (torch.float32, torch.float32)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_other_parts_are_computed_in_place() -> None:
+    case = make_case(NEW, STORED)
+    batch = replace(case.batch(), counts=counts_of(case))
+    part = ops.attend_part(case.query, case.kv, batch)
+    others: list[dict[str, Any]] = [
+        {},
+        {"skip": 3, "prior": part},
+        {"skip": 3, "skip_from": torch.zeros(5, dtype=torch.int64)},
+        {"skip": 3, "scores": Scores(sinks=torch.ones(4))},
+        {"skip": 3, "backend": "reference"},
+    ]
+    for how in others:
+        with gathering() as calls:
+            found = ops.attend_part(case.query, case.kv, batch, **how)
+        assert not calls
+        torch.testing.assert_close(found, ops.attend_part(case.query, case.kv, case.batch(), **how))
+    case.query.requires_grad_()
+    with gathering(), pytest.raises(UnsupportedError, match="attend_part has no gradient"):
+        ops.attend_part(case.query, case.kv, batch, skip=3).out.sum().backward()

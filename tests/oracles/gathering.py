@@ -16,15 +16,18 @@ from kvloom.ops.gathered import attention as gathered
 def gathering(least_rows: int = 1, most_bytes: int = gathered.MOST_BYTES) -> Iterator[list[Tensor]]:
     """Sequences of ``least_rows`` query rows of a head are gathered; yields the queries of each call."""
     calls: list[Tensor] = []
-    attend = gathered.attend
 
-    def counted(query: Tensor, *arguments: Any) -> Tensor:
-        calls.append(query)
-        return attend(query, *arguments)
+    def counted(attend: Any) -> Any:
+        def call(query: Tensor, *arguments: Any) -> Any:
+            calls.append(query)
+            return attend(query, *arguments)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered, "DEVICES", ["cuda", "cpu"])
         patch.setattr(gathered, "LEAST_ROWS", least_rows)
         patch.setattr(gathered, "MOST_BYTES", most_bytes)
-        patch.setattr(gathered, "attend", counted)
+        for name in ("attend", "attend_part"):
+            patch.setattr(gathered, name, counted(getattr(gathered, name)))
         yield calls

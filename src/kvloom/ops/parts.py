@@ -21,6 +21,7 @@ from kvloom.ops.attend_arguments import (
     plain_arguments,
 )
 from kvloom.ops.choice import run
+from kvloom.ops.gathered import attention as gathered
 from kvloom.ops.plain import COMPILED
 from kvloom.ops.scores import CAUSAL, Batch, Scores
 
@@ -55,6 +56,10 @@ def attend_part(
     The query at position p skips the stored tokens ``j > p - skip`` with ``j >= skip_from[b]``, which belong
     to another part, and those that ``scores`` and ``batch`` hide.
 
+    On CUDA a part with ``skip``, and without ``skip_from``, ``prior`` and sinks, is computed by torch over
+    gathered keys and values, as ``attend`` is. A part without ``skip`` is read in place: it is a residual
+    window, which has few tokens.
+
     Args:
         query: As ``attend``.
         kv: As ``attend``; values have a head dim of at least 1.
@@ -77,8 +82,10 @@ def attend_part(
     if is_latent:
         kv, is_latent = latent_view(kv)
     before = (None, None) if prior is None else tuple(prior)
+    may_gather = backend == "auto" and batch.counts is not None and kv.device.type in gathered.DEVICES
     if (
         backend in COMPILED
+        and not may_gather
         and (skip is None or type(skip) is int)
         and not (is_latent and scores.positional_bias is not None)
         and (prior is None or prior.out is not None)  # the kernel would read that as no prior
@@ -102,6 +109,10 @@ def attend_part(
         expect("skip_from", skip_from, "B", dtype=INDEX_DTYPES, device=kv.device, B=num_sequences)
     if prior is not None:
         _expect_part(prior, sizes, kv.device)
+    given = query, kv, batch, scores
+    if may_gather and gathered.is_part_gathered(*given, is_latent, skip, skip_from, prior):
+        call = gathered.attend_part_plain, *given, skip
+        return AttendedPart(*schemas.without_gradient("attend_part", *call))
     own = attend_arguments(query, kv, batch, scores, query.shape[2])
     bias = bias_arguments(scores)
     own = (*own, skip, skip_from, *before, *bias)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.models.test_families import continued, family
+from integrations.models.test_families import FAMILIES, continued, family
 from integrations.pool.test_pool import make_pool, text
 from integrations.pool.test_pool_rows import forward, padded
 from integrations.smoothing.test_doors import biased
@@ -20,6 +20,8 @@ from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.integrations.transformers.versions import IS_4
 from kvloom.ops.gathered import attention as gathered
 
+WITH_SINKS = [x for x in ("gpt-oss",) if x in FAMILIES]
+"""With windows in every other layer, too."""
 CHUNKS, BEAMS = {"prefill_chunk_size": 5}, {"num_beams": 2}
 LATENTS = {"kv_lora_rank": 64}
 """Sizes with which it takes less to expand latents for a prompt."""
@@ -28,7 +30,7 @@ LATENTS = {"kv_lora_rank": 64}
 @pytest.mark.parametrize(
     ("name", "mode", "options"),
     [
-        *pairwise(["Llama", "Mistral", "Gemma3"], [{}, CHUNKS, BEAMS], [{}]),
+        *pairwise(["Llama", "Mistral", "Gemma3", *WITH_SINKS], [{}, CHUNKS, BEAMS], [{}]),
         ("DeepSeek-V3", {}, LATENTS),
     ],
     ids=str,
@@ -59,7 +61,10 @@ def fed(model: Any, tokens: Tensor, cache: Any) -> list[Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4:g16,rotate=both,recent=0", "int4,recent=0,smooth=none"])
+@pytest.mark.parametrize(
+    "kv",
+    ["int8", "int4:g16,rotate=both,recent=0", "int4,recent=0,smooth=none", "int4:g16,rotate=both,recent=16"],
+)
 def test_codes_are_restored(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of which an offset was subtracted, and rotated keys and values."""
     model = biased(eos_token_id=None)
@@ -74,8 +79,25 @@ def test_codes_are_restored(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["Gemma3", *WITH_SINKS])
+def test_codes_beside_a_residual_window_behind_windows(name: str) -> None:
+    """As in place: chunks of rows, one behind padding, and a fork that goes on by itself."""
+    model, found = family(name, "kvloom"), []
+    tokens = text(70, rows=2) % 99
+    for least_rows in (1 << 40, 1):
+        cache = KVCache.for_model(model, kv="int4:g8,recent=6", page_size=4)
+        with gathering(least_rows) as calls, torch.no_grad():
+            logits = fed(model, tokens, cache)
+            fork, more = cache.fork(), text(9, 1, rows=2) % 99
+            logits += [model(more, past_key_values=x, use_cache=True).logits for x in (cache, fork)]
+        found.append(logits)
+    assert len(calls) == 5 * model.config.num_hidden_layers
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.skipif(IS_4, reason="this transformers has no sessions")
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4,recent=8"])
 def test_sessions_gather_prompts_and_not_what_is_decoded_beside_them(kv: str) -> None:
     model = biased(eos_token_id=None, pad_token_id=0)
     requests = random_requests(8, seed=3, vocab=199)
@@ -86,9 +108,10 @@ def test_sessions_gather_prompts_and_not_what_is_decoded_beside_them(kv: str) ->
     assert actual == expected
 
 
-def test_a_chunk_behind_a_found_prefix_is_gathered() -> None:
+@pytest.mark.parametrize("kv", ["auto", "int4,recent=8"])
+def test_a_chunk_behind_a_found_prefix_is_gathered(kv: str) -> None:
     model = make_model("kvloom")
-    pool, tokens = make_pool(model), text(40)
+    pool, tokens = make_pool(model, kv), text(60)
     with torch.no_grad():
         first = pool.begin(tokens)
         expected = model(tokens, past_key_values=first, use_cache=True).logits
@@ -97,7 +120,7 @@ def test_a_chunk_behind_a_found_prefix_is_gathered() -> None:
         found = behind.get_seq_length()
         with gathering() as calls:
             actual = model(tokens[:, found:], past_key_values=behind, use_cache=True).logits
-    assert found >= 36
+    assert found >= 32
     assert len(calls) == 3
     torch.testing.assert_close(actual, expected[:, found:], rtol=1e-4, atol=1e-4)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.caches.tensors.residual import Unquantized, attend_beside
 from kvloom.caches.tensors.token_index import TokenIndex
-from kvloom.caches.tensors.tokens import Tokens, attend_behind
+from kvloom.caches.tensors.tokens import Tokens
 from kvloom.caches.tensors.transform import attend
 from kvloom.core.indexing import CacheIndex, prefix_sums
 
@@ -53,13 +54,10 @@ def attend_chosen(
         newest = seen & (column >= 0) & (chosen > position - exact.num_newest)
         if exact.known is not None:
             newest &= column >= exact.known.view(-1, 1, 1)
-        own = _batch(exact.tokens.index, column, newest)
-        part = ops.attend_part(
-            packed, exact.tokens.view, own, replace(scores, sinks=None), is_latent=is_latent
-        )
+        of_newest = _batch(exact.tokens.index, column, newest), replace(scores, sinks=None)
         batch = _batch(index, chosen, seen & ~newest)
         codes = tokens.view, batch, scores, transform, None, is_latent
-        out = attend_behind(part, packed, *codes, skip=None, skip_from=None)
+        out = attend_beside(packed, Unquantized(exact.tokens.view, *of_newest), *codes, skip=None)
     return out.view(len(query), num_new, *out.shape[1:])
 
 

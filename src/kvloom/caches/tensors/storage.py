@@ -16,8 +16,9 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.tensors.memory import is_held_by_others, move, outside_inference_mode, zeros
+from kvloom.caches.tensors.residual import Unquantized, attend_beside, scores_of_newest
 from kvloom.caches.tensors.token_index import TokenIndex
-from kvloom.caches.tensors.tokens import Tokens, attend_behind, scores_of_newest
+from kvloom.caches.tensors.tokens import Tokens
 from kvloom.caches.tensors.transform import Transform, attend, stored_by
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
@@ -220,9 +221,8 @@ class Storage:
         if beside is None:
             return attend(query, *codes)
         exact, newest, num_newest = beside
-        of_newest = scores_of_newest(scores, num_newest)
-        part = ops.attend_part(query, exact.view, newest, of_newest, is_latent=is_latent)
-        return attend_behind(part, query, *codes, skip=num_newest, skip_from=None)
+        own = Unquantized(exact.view, newest, scores_of_newest(scores, num_newest))
+        return attend_beside(query, own, *codes, skip=num_newest)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor, positions: Tensor | None = None) -> None:
         """Store keys (0), values (1) or both; a negative slot skips a token."""

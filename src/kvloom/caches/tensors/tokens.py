@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.caches.tensors.residual import Unquantized, attend_beside, scores_of_newest
 from kvloom.caches.tensors.token_index import TokenIndex
 from kvloom.caches.tensors.transform import Transform, attend, stored_by
 from kvloom.core.layouts import CacheLayout
@@ -171,10 +172,9 @@ class Tokens:
             of_newest = scores_of_newest(scores, exact.num_newest)
             if block is not None:
                 of_newest = replace(of_newest, mask=exact.mask(block))
-            own = newest.index.batch(num_new, start)
-            part = ops.attend_part(packed, newest.view, own, of_newest, is_latent=is_latent)
+            own = Unquantized(newest.view, newest.index.batch(num_new, start), of_newest)
             codes = self.view, batch, scores, self.transform, self.index.first_position, is_latent
-            out = attend_behind(part, packed, *codes, skip=exact.num_newest, skip_from=skip_from)
+            out = attend_beside(packed, own, *codes, skip=exact.num_newest, skip_from=skip_from)
         elif self.transform is None:
             out = ops.attend(packed, self.view, batch, scores, is_latent=is_latent)
         elif batch.counts is not None:
@@ -201,53 +201,6 @@ class Tokens:
 def dense(key: Tensor, value: Tensor, index: TokenIndex) -> Tokens:
     """Tokens of tensors ``[B, H, N, D]``, whose columns ``index`` has as ``TokenIndex.dense`` makes them."""
     return Tokens(KVView.split(_DENSE, key, value), index)
-
-
-def scores_of_newest(scores: ops.Scores, num_newest: int) -> ops.Scores:
-    """Scores of attention to the residual window alone; sinks belong to the attention to codes."""
-    window = num_newest if scores.window is None else min(scores.window, num_newest)
-    return replace(scores, window=window, sinks=None)
-
-
-def attend_behind(
-    part: ops.AttendedPart,
-    query: Tensor,
-    view: KVView,
-    batch: ops.Batch,
-    scores: ops.Scores,
-    transform: Transform | None,
-    first_position: Tensor | None,
-    is_latent: bool = False,
-    *,
-    skip: int | None,
-    skip_from: Tensor | None,
-) -> Tensor:
-    """Attention to all tokens: ``part`` to the residual window of each query, merged with that to codes.
-
-    Args:
-        part: Attention to the residual window.
-        query: ``[T, Hq, Dk]`` of T new tokens.
-        view: The codes of all tokens.
-        batch: Slots of these codes, and the queries.
-        scores: Masks and biases of attention to the codes.
-        transform: Transform of the keys and values before they became codes; ``None`` for none.
-        first_position: As ``TokenIndex.first_position``.
-        is_latent: As ``ops.attend``.
-        skip: Length of the residual window, as of ``ops.attend_part``.
-        skip_from: The same.
-
-    Returns:
-        ``[T, Hq, Dv]``.
-    """
-    dtype, rank = query.dtype, view.key.head_dim if is_latent else 0
-    is_changed = transform is not None and bool(rank or transform.value)
-    if transform is not None:
-        query, scores = transform.query(query, scores, first_position, rank)
-        if is_changed:  # the residual window is not transformed
-            part = part._replace(out=transform.attended(part.out, rank))
-    own = query, view, batch, scores
-    out = ops.attend_part(*own, is_latent=is_latent, skip=skip, skip_from=skip_from, prior=part).out
-    return (transform.output(out, rank) if transform is not None and is_changed else out).to(dtype)
 
 
 def added(mask: Tensor) -> Tensor:

@@ -152,14 +152,91 @@ def _attend_restored(
 ) -> Tensor:
     """``attend`` by torch's attention, which adds no offset to products: keys and values are restored."""
 
-    def load(run: GatheredRun) -> tuple[Tensor, Tensor]:
-        positions = run.positions
-        if first_position is not None:
-            positions = positions + first_position[run.sequences].unsqueeze(1)
-        return ops.load(run.slots, view, dtype=query.dtype, **stored_by(transform, positions))
-
     def rest(others: Others) -> Tensor:
         first = None if first_position is None else first_position[others.sequences]
         return attend(query[others.rows], view, others.batch, scores, transform, first)
 
+    load = _restoring(view, query.dtype, transform, first_position)
     return gathered.attend(query, view, batch, scores, load, rest)
+
+
+def attend_part(
+    query: Tensor,
+    view: KVView,
+    batch: ops.Batch,
+    scores: ops.Scores,
+    transform: Transform | None,
+    first_position: Tensor | None = None,
+    is_latent: bool = False,
+    *,
+    skip: int | None,
+    skip_from: Tensor | None = None,
+    prior: ops.AttendedPart | None = None,
+) -> ops.AttendedPart:
+    """``ops.attend_part`` to keys and values that were stored with a transform.
+
+    Args:
+        query: As of ``ops.attend_part``.
+        view: The same.
+        batch: The same.
+        scores: The same, without a positional bias.
+        transform: As of ``attend``.
+        first_position: The same.
+        is_latent: As of ``ops.attend_part``.
+        skip: The same.
+        skip_from: The same.
+        prior: The same, of tokens that are not transformed.
+
+    Returns:
+        As of ``ops.attend_part``, of tokens that are not transformed.
+    """
+    how: dict[str, Any] = {"is_latent": is_latent, "skip": skip, "skip_from": skip_from}
+    given = query, view, batch, scores
+    if transform is None:
+        return ops.attend_part(*given, **how, prior=prior)
+    if (
+        batch.counts is not None
+        and transform.needs_positions
+        and gathered.is_part_gathered(*given, is_latent, skip, skip_from, prior)
+    ):
+        return _attend_part_restored(*given, transform, first_position, skip)
+    rank = view.key.head_dim if is_latent else 0
+    is_changed = bool(rank or transform.value)
+    query, scores = transform.query(query, scores, first_position, rank)
+    if is_changed and prior is not None:
+        prior = prior._replace(out=transform.attended(prior.out, rank))
+    part = ops.attend_part(query, view, batch, scores, **how, prior=prior)
+    return part._replace(out=transform.output(part.out, rank)) if is_changed else part
+
+
+def _attend_part_restored(
+    query: Tensor,
+    view: KVView,
+    batch: ops.Batch,
+    scores: ops.Scores,
+    transform: Transform,
+    first_position: Tensor | None,
+    skip: int | None,
+) -> ops.AttendedPart:
+    """``attend_part`` as ``_attend_restored``."""
+
+    def rest(others: Others) -> ops.AttendedPart:
+        first = None if first_position is None else first_position[others.sequences]
+        return attend_part(query[others.rows], view, others.batch, scores, transform, first, skip=skip)
+
+    load = _restoring(view, query.dtype, transform, first_position)
+    return ops.AttendedPart(*gathered.attend_part(query, view, batch, scores, skip, load, rest))
+
+
+def _restoring(
+    view: KVView, dtype: torch.dtype, transform: Transform, first_position: Tensor | None
+) -> gathered.Load:
+    """What loads keys and values, the transform inverted."""
+
+    def load(run: GatheredRun) -> tuple[Tensor, Tensor]:
+        positions = run.positions
+        if first_position is not None:
+            positions = positions + first_position[run.sequences].unsqueeze(1)
+        return ops.load(run.slots, view, dtype=dtype, **stored_by(transform, positions))
+
+    return load

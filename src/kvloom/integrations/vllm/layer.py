@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.tensors.tokens import attend_behind, scores_of_newest
+from kvloom.caches.tensors.residual import Unquantized, attend_beside, scores_of_newest
 from kvloom.caches.tensors.transform import Transform, stored_by
 from kvloom.caches.tensors.transform import attend as attend_transformed
 from kvloom.core.views import KVView
@@ -96,12 +96,8 @@ def attend_latents(
     """
     if newest is None:
         return attend_transformed(query, view, step.batch, scores, transform, is_latent=True)
-    pages, where = newest
-    part = ops.attend_part(
-        query, pages.view, where.batch, scores_of_newest(scores, pages.recent), is_latent=True
-    )
     codes = view, step.batch, scores, transform, None, True
-    return attend_behind(part, query, *codes, skip=pages.recent, skip_from=None)
+    return attend_beside(query, _unquantized(*newest, scores), *codes, skip=newest[0].recent)
 
 
 def attend_to_pages(
@@ -127,10 +123,8 @@ def attend_to_pages(
     """
     query, out = query[: step.num_tokens], out[: step.num_tokens]
     if newest is not None:
-        pages, where = newest
-        part = ops.attend_part(query, pages.view, where.batch, scores_of_newest(scores, pages.recent))
-        codes = view, step.batch, scores, transform, None
-        out.copy_(attend_behind(part, query, *codes, skip=pages.recent, skip_from=None))
+        own = _unquantized(*newest, scores)
+        out.copy_(attend_beside(query, own, view, step.batch, scores, transform, skip=newest[0].recent))
     elif transform is None:
         ops.attend(query, view, step.batch, scores, out=out)
     else:
@@ -138,3 +132,8 @@ def attend_to_pages(
         ops.attend(query, view, step.batch, scores, out=out)
         if transform.value:
             out.copy_(transform.output(out))
+
+
+def _unquantized(newest: Newest, step: VllmStep, scores: ops.Scores) -> Unquantized:
+    """What ``attend_beside`` reads of the pages of residual windows."""
+    return Unquantized(newest.view, step.batch, scores_of_newest(scores, newest.recent))

@@ -8,20 +8,18 @@ Shapes: B sequences, Tq new tokens of all, H key/value heads, Hq query heads, Dk
 of one run with Q new tokens each, which see N tokens each.
 """
 
-import inspect
 import math
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvloom.core.views import KVView
 from kvloom.ops.attend_arguments import attend_arguments
 from kvloom.ops.choice import run as call
-from kvloom.ops.gathered.plan import GatheredRun, Others, expect_counts, plan_of
+from kvloom.ops.gathered.flash import attention, attention_part, why_not_on_cuda
+from kvloom.ops.gathered.plan import GatheredRun, GatherPlan, Others, expect_counts, plan_of
 from kvloom.ops.impl.cpu import is_batch_invariant
 from kvloom.ops.scores import Batch, Scores
 
@@ -39,14 +37,13 @@ from 360 rows on.
 MOST_BYTES: Final = 1 << 30
 """Bytes of keys and values that are gathered at once, if a single sequence does not take more."""
 
-MAX_WIDTH: Final = 256
-"""Largest head dim of FlashAttention."""
-
-
 Load = Callable[[GatheredRun], tuple[Tensor, Tensor]]
 """Keys and values ``[R, H, N, D]`` of a run, as the queries need them."""
 Rest = Callable[[Others], Tensor]
 """Attention ``[T, Hq, Dv]`` of sequences that are not gathered."""
+RestOfPart = Callable[[Others], tuple[Tensor, Tensor]]
+"""The same of a part, float32, and the logarithms ``[T, Hq]`` of its sums."""
+_Found = TypeVar("_Found")
 
 
 def is_gathered(query: Tensor, kv: KVView, batch: Batch, scores: Scores, is_latent: bool) -> bool:
@@ -56,6 +53,24 @@ def is_gathered(query: Tensor, kv: KVView, batch: Batch, scores: Scores, is_late
         return False
     is_worth_it = max(counts.new) >= _least_new(query, kv)
     return is_worth_it and why_not(query, kv, batch, scores, is_latent) is None
+
+
+def is_part_gathered(
+    query: Tensor,
+    kv: KVView,
+    batch: Batch,
+    scores: Scores,
+    is_latent: bool,
+    skip: int | None,
+    skip_from: Tensor | None,
+    prior: object,
+) -> bool:
+    """Whether ``attend_part`` is to be called, with arguments that ``ops.attend_part`` takes.
+
+    What skips no tokens is a residual window, which has too few of them for a gather.
+    """
+    is_plain = skip is not None and skip_from is None and prior is None and scores.sinks is None
+    return is_plain and is_gathered(query, kv, batch, scores, is_latent)
 
 
 def _least_new(query: Tensor, kv: KVView) -> int:
@@ -71,7 +86,7 @@ def why_not(query: Tensor, kv: KVView, batch: Batch, scores: Scores, is_latent: 
         return "the numbers of tokens are on the device alone"
     if is_latent:
         return "queries are over latents"
-    for name in ("mask", "alibi_slopes", "softcap", "sinks", "positional_bias"):
+    for name in ("mask", "alibi_slopes", "softcap", "positional_bias"):
         if getattr(scores, name) is not None:
             return f"scores have {name}"
     if not scores.is_causal or batch.decoding_batches:
@@ -82,22 +97,44 @@ def why_not(query: Tensor, kv: KVView, batch: Batch, scores: Scores, is_latent: 
         return "hidden tokens are known on the device alone"
     if is_batch_invariant():
         return "torch's attention is not batch invariant"
-    return _why_not_on_cuda(query, kv, scores) if kv.device.type == "cuda" else None
+    if kv.device.type != "cuda":
+        return None
+    head_dim = max(query.shape[2], kv.value.head_dim)
+    return why_not_on_cuda(kv.device, query.dtype, head_dim, is_windowed=scores.window is not None)
 
 
 def attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor:
     """``attend`` to keys and values as they are stored."""
-
-    def load(run: GatheredRun) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = call("auto", "load", kv.device, run.slots, *kv.tensors, query.dtype, 1)
-        return found
 
     def rest(others: Others) -> Tensor:
         own = attend_arguments(query[others.rows], kv, others.batch, scores, query.shape[2])
         found: Tensor = call("auto", "attend", kv.device, *own)
         return found
 
-    return attend(query, kv, batch, scores, load, rest)
+    return attend(query, kv, batch, scores, _loading(kv, query.dtype), rest)
+
+
+def attend_part_plain(
+    query: Tensor, kv: KVView, batch: Batch, scores: Scores, skip: int | None
+) -> tuple[Tensor, Tensor]:
+    """``attend_part`` to keys and values as they are stored."""
+
+    def rest(others: Others) -> tuple[Tensor, Tensor]:
+        own = attend_arguments(query[others.rows], kv, others.batch, scores, query.shape[2])
+        found: tuple[Tensor, Tensor] = call("auto", "attend_part", kv.device, *own, skip, None, None, None)
+        return found
+
+    return attend_part(query, kv, batch, scores, skip, _loading(kv, query.dtype), rest)
+
+
+def _loading(kv: KVView, dtype: torch.dtype) -> Load:
+    """``Load`` of what is stored."""
+
+    def load(run: GatheredRun) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = call("auto", "load", kv.device, run.slots, *kv.tensors, dtype, 1)
+        return found
+
+    return load
 
 
 def attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores, load: Load, rest: Rest) -> Tensor:
@@ -119,94 +156,73 @@ def attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores, load: Load, 
         ArgumentError: the counts are not those of the batch.
         OutOfMemory, torch.OutOfMemoryError: there is no memory to gather; nothing was changed.
     """
-    expect_counts(query, batch)
-    value_dim = kv.sides[1].head_dim
-    plan = plan_of(batch, _least_new(query, kv), scores.window)
-    scale = 1.0 / math.sqrt(query.shape[2]) if scores.scale is None else scores.scale
-    out = query.new_zeros((*query.shape[:2], value_dim))
-    token_bytes = kv.num_heads * (query.shape[2] + value_dim) * query.itemsize
-    for run in plan.runs:
-        for part in run.parts(max(1, MOST_BYTES // max(token_bytes * run.slots.shape[1], 1))):
-            end = part.first_row + len(part.slots) * part.num_rows
-            rows = len(part.slots), part.num_rows
-            own = query[part.first_row : end].unflatten(0, rows)[:, -part.num_new :].transpose(1, 2)
-            window = scores.window
-            if window is not None and window >= part.slots.shape[1]:
-                window = None
-            found = _attention(own, *load(part), scale, window)
-            out[part.first_row : end].unflatten(0, rows)[:, -part.num_new :] = found.transpose(1, 2)
+    plan, sinks = _plan(query, kv, batch, scores, None), scores.sinks
+    out = query.new_zeros((*query.shape[:2], kv.sides[1].head_dim))
+    if sinks is None:
+        for run, found in _attended(query, kv, scores, plan, load, attention):
+            run.of(out).copy_(found)
+    else:  # one more weight of each sum, without a value
+        for run, (found, lse) in _attended(query, kv, scores, plan, load, attention_part):
+            run.of(out).copy_(found * (lse - sinks.float()).sigmoid().unsqueeze(-1))
     if plan.others is not None:
         out[plan.others.rows] = rest(plan.others)
     return out
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attention ``[R, Hq, Q, Dv]`` of the last Q of N tokens; keys and values are ``[R, H, N, D]``."""
-    num_new, num_seen, value_dim = query.shape[2], key.shape[2], value.shape[3]
-    # FlashAttention takes one head dim, a multiple of 8. Zeros add nothing to products, and are cut off.
-    width = -(-max(query.shape[3], value_dim) // 8) * 8
-    query, key, value = (
-        x if x.shape[3] == width else pad(x, (0, width - x.shape[3])) for x in (query, key, value)
-    )
-    if window is not None and query.is_cuda:
-        out = _windowed(query, key, value, scale, window)
-    elif query.is_cuda and num_new < num_seen:
-        # What torch calls for ``causal_lower_right``, which no mode of torch may look at.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-        out = flash(query, key, value, is_causal=True, scale=scale)[0]
-    else:
-        mask = None
-        if window is not None or num_new < num_seen:
-            behind = torch.arange(num_seen - num_new, num_seen, device=query.device).unsqueeze(1)
-            behind = behind - torch.arange(num_seen, device=query.device)
-            mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-        has_groups, is_causal = query.shape[1] != key.shape[1], mask is None
-        out = scaled_dot_product_attention(
-            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=has_groups
-        )
-    return out[..., :value_dim]
+def attend_part(
+    query: Tensor, kv: KVView, batch: Batch, scores: Scores, skip: int | None, load: Load, rest: RestOfPart
+) -> tuple[Tensor, Tensor]:
+    """``attend`` of queries that skip their last tokens, in float32, with the logarithms of its sums.
+
+    Args:
+        query: As of ``ops.attend_part``.
+        kv: The same.
+        batch: The same.
+        scores: The same, without sinks.
+        skip: The same.
+        load: As ``Load``.
+        rest: As ``RestOfPart``, for the same queries and scores.
+
+    Returns:
+        As ``ops.attend_part``.
+
+    Raises:
+        ArgumentError, OutOfMemory, torch.OutOfMemoryError: as ``attend``.
+    """
+    plan = _plan(query, kv, batch, scores, skip)
+    out = query.new_zeros((*query.shape[:2], kv.sides[1].head_dim), dtype=torch.float32)
+    lse = out.new_full(out.shape[:2], float("-inf"))
+    for run, found in _attended(query, kv, scores, plan, load, attention_part, skip or 0):
+        run.of(out).copy_(found[0])
+        run.of(lse).copy_(found[1])
+    if plan.others is not None:
+        out[plan.others.rows], lse[plan.others.rows] = rest(plan.others)
+    return out, lse
 
 
-def _windowed(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-    """``_attention`` by FlashAttention, whose window counts the tokens before a query's own."""
-    rows, _, num_new, _ = query.shape
-    num_seen, varlen = key.shape[2], _varlen_attention()
-    step = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    sizes = step * num_new, step * num_seen, num_new, num_seen
-    how = {"scale": scale, "window_size": (window - 1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
-    out: Tensor = varlen(*packed, *sizes, **how)
-    return out.view(rows, num_new, *out.shape[1:]).transpose(1, 2)
+def _plan(query: Tensor, kv: KVView, batch: Batch, scores: Scores, skip: int | None) -> GatherPlan:
+    """Plan of a batch, whose counts are checked."""
+    expect_counts(query, batch)
+    return plan_of(batch, _least_new(query, kv), scores.window, skip or 0)
 
 
-@lru_cache
-def _varlen_attention() -> Any:
-    """torch's ``varlen_attn`` if it has windows and grouped queries, as since 2.13, or ``None``."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    has = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= set(has) else None
-
-
-def _why_not_on_cuda(query: Tensor, kv: KVView, scores: Scores) -> str | None:
-    """Reason why FlashAttention, without which torch computes all scores, cannot run."""
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashAttention has no {query.dtype}"
-    if max(query.shape[2], kv.sides[1].head_dim) > MAX_WIDTH:
-        return f"FlashAttention has head dims up to {MAX_WIDTH}"
-    if not _has_flash_attention(query.device):
-        return "FlashAttention is not in this torch, or not for this device"
-    if scores.window is not None and _varlen_attention() is None:
-        return "torch before 2.13 has no windows"
-    if torch.cuda.is_current_stream_capturing():
-        return "a graph is captured, which may be replayed with other sizes"
-    return None
-
-
-@lru_cache
-def _has_flash_attention(device: torch.device) -> bool:
-    """Whether torch's FlashAttention runs on a device."""
-    is_new = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return is_new and torch.backends.cuda.is_flash_attention_available()
+def _attended(
+    query: Tensor,
+    kv: KVView,
+    scores: Scores,
+    plan: GatherPlan,
+    load: Load,
+    attention: Callable[[Tensor, Tensor, Tensor, float, int | None], _Found],
+    skip: int = 0,
+) -> Iterator[tuple[GatheredRun, _Found]]:
+    """Runs, and the ``attention`` of each, whose keys and values nobody holds afterwards."""
+    value_dim = kv.sides[1].head_dim
+    scale = 1.0 / math.sqrt(query.shape[2]) if scores.scale is None else scores.scale
+    token_bytes = kv.num_heads * (query.shape[2] + value_dim) * query.itemsize
+    for run in plan.runs:
+        num_seen = run.slots.shape[1]
+        # What is left of a window whose last tokens are skipped.
+        window = None if scores.window is None else scores.window - skip
+        window = None if window is None or window >= num_seen else window
+        for part in run.parts(max(1, MOST_BYTES // max(token_bytes * num_seen, 1))):
+            yield part, attention(part.of(query).transpose(1, 2), *load(part), scale, window)

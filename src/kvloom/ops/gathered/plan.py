@@ -36,6 +36,12 @@ class GatheredRun(NamedTuple):
     positions: Tensor
     slots: Tensor
 
+    def of(self, x: Tensor) -> Tensor:
+        """View ``[R, Q, ...]`` of the rows of ``x`` ``[Tq, ...]`` that see a token."""
+        rows = len(self.slots), self.num_rows
+        own = x[self.first_row : self.first_row + rows[0] * rows[1]]
+        return own.view(*rows, *x.shape[1:])[:, -self.num_new :]
+
     def parts(self, most: int) -> Iterator["GatheredRun"]:
         """The same sequences, at most ``most`` at a time."""
         first, last = self.sequences.start, self.sequences.stop
@@ -103,30 +109,37 @@ def _counts_of(batch: Batch) -> Counts:
     return batch.counts
 
 
-def plan_of(batch: Batch, least: int, window: int | None) -> GatherPlan:
-    """GatherPlan of a batch, made by the first layer that has this window and ratio of heads."""
-    plans = _counts_of(batch).plans
-    table, plan = plans.get((least, window), (None, None))
+def plan_of(batch: Batch, least: int, window: int | None, skip: int = 0) -> GatherPlan:
+    """GatherPlan of a batch, made by the first layer that has this window and ratio of heads.
+
+    Args:
+        batch: Batch with counts.
+        least: Number of new tokens of a sequence from which on it is gathered.
+        window: Number of last tokens that a query sees; ``None`` for all.
+        skip: Number of last tokens that a query skips, its own included.
+    """
+    plans, key = _counts_of(batch).plans, (least, window, skip)
+    table, plan = plans.get(key, (None, None))
     if table is not batch.index.table:
-        plan = _made(batch, least, window)
-        plans[least, window] = batch.index.table, plan
+        plan = _made(batch, *key)
+        plans[key] = batch.index.table, plan
     found: GatherPlan = plan
     return found
 
 
-def _made(batch: Batch, least: int, window: int | None) -> GatherPlan:
+def _made(batch: Batch, least: int, window: int | None, skip: int) -> GatherPlan:
     counts, device = _counts_of(batch), batch.kvstarts.device
     firsts = (0,) * len(counts.new) if counts.first is None else counts.first
     runs, few, rows, row, b = list[GatheredRun](), list[int](), list[int](), 0, 0
     spans = [
-        (new, first if window is None else max(first, stored - new - window + 1), stored)
+        (new, first if window is None else max(first, stored - new - window + 1), stored - skip)
         for new, stored, first in zip(counts.new, counts.stored, firsts, strict=True)
     ]
-    for (new, start, stored), equal in groupby(spans):
-        end, seen = b + len(list(equal)), stored - start
+    for (new, start, last), equal in groupby(spans):
+        end, seen = b + len(list(equal)), 0 if window is not None and window <= skip else last - start
         if new >= least and seen > 0:
             own = torch.arange(b, end, device=device).unsqueeze(1).expand(-1, seen)
-            positions = torch.arange(start, stored, device=device).expand(end - b, -1)
+            positions = torch.arange(start, last, device=device).expand(end - b, -1)
             slots = batch.index.slots(own.flatten(), positions.flatten()).view(positions.shape)
             runs.append(GatheredRun(row, slice(b, end), new, min(new, seen), positions, slots))
         elif new:
