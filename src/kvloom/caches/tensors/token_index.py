@@ -165,7 +165,12 @@ class TokenIndex:
             if num_new != 1:
                 counts = self._counts(num_new, None if self.origins is None else [0] * len(self.lengths))
             self._batches[num_new] = ops.Batch(
-                self.index, seqstarts, kvstarts, first_visible=self.origins, counts=counts
+                self.index,
+                seqstarts,
+                kvstarts,
+                first_visible=self.origins,
+                counts=counts,
+                is_fixed=self.spans is not None,  # those of fixed storage grow in place
             )
         batch = self._batches[num_new]
         if first is None and self.begins is None:
