@@ -6,10 +6,8 @@ made alone, for which Triton looks at all arguments.
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -17,60 +15,14 @@ import torch
 from ops.attention import Case, make_case
 from ops.latents import latent_case
 from ops.pools import Kind
+from oracles.no_device import LAUNCHED, install
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from kvloom import KVView, ops
-from kvloom.core import checks
-from kvloom.ops import Batch, KeySmoothing, PositionalBias, Scores, rotation, smoothing, steps
-from kvloom.ops.impl import triton as backend
-from kvloom.ops.impl.triton import attend, attend_launch, attend_plan, store
+from kvloom.ops import Batch, KeySmoothing, PositionalBias, Scores
 from kvloom.ops.impl.triton.vectors import transform
 
 NEW, STORED = [1, 1, 1], [30, 7, 20]
-LAUNCHED: list[tuple[Any, ...]] = []
-HANDLES = itertools.count(1)
-
-
-class Launcher:
-    """In the place of what launches machine code."""
-
-    def __init__(self, source: object, metadata: object) -> None: ...
-
-    def __call__(
-        self, x: int, y: int, z: int, stream: int, function: int, packed: object, launch: object,
-        enter: object, leave: object, *arguments: Any,
-    ) -> None:  # fmt: skip
-        LAUNCHED.append((function, (x, y, z), described(arguments)))
-
-
-class Utils:
-    """Loads machine code nowhere; each kernel has a number."""
-
-    def load_binary(self, *kernel: object) -> tuple[int, int, int, int, int]:
-        number = next(HANDLES)
-        return number, number, 32, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448}
-
-    def unload_module(self, module: int) -> None: ...
-
-
-class Driver:
-    """A device of compute capability 9.0 that does nothing."""
-
-    utils, launcher_cls = Utils(), Launcher
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: object = None) -> int:
-        return 0
 
 
 def described(x: Any) -> Any:
@@ -85,11 +37,18 @@ def shifted(x: Tensor) -> Tensor:
     return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
+def noted() -> list[Any]:
+    """Launches since the last call, without the places of tensors."""
+    found = [(function, grid, described(arguments)) for function, grid, arguments in LAUNCHED]
+    LAUNCHED.clear()
+    return found
+
+
 def launches(query: Tensor, kv: KVView, batch: Batch, scores: Scores, **how: Any) -> list[Any]:
     """Launches of attention, but for those of plans."""
     LAUNCHED.clear()
     ops.attend(query, kv, batch, scores, **how)
-    return [x for x in LAUNCHED if len(x[2]) > 6]
+    return [x for x in noted() if len(x[2]) > 6]
 
 
 def attended(cases: list[Case], scores: list[Scores], **how: Any) -> list[bool]:
@@ -111,7 +70,8 @@ def stored(kind: Kind) -> list[bool]:
         LAUNCHED.clear()
         for kv in (case.kv, replace(case.kv)):
             ops.store(key, key, torch.arange(count), kv)
-        found.append(len(LAUNCHED) == 2 and LAUNCHED[0] == LAUNCHED[1])
+        launched = noted()
+        found.append(len(launched) == 2 and launched[0] == launched[1])
     return found
 
 
@@ -126,7 +86,8 @@ def turned() -> list[bool]:
             keys.query(x)
             ops.rotate(x, 32)
             transform._launcher.cache_clear()
-        found.append(len(LAUNCHED) == 6 and LAUNCHED[:3] == LAUNCHED[3:])
+        launched = noted()
+        found.append(len(launched) == 6 and launched[:3] == launched[3:])
         for call in (keys.query, lambda x: keys.smoothed(x, None, 64), lambda x: ops.rotate(x, 32)):
             call(some)  # others have been launched before the next
     return found
@@ -134,16 +95,7 @@ def turned() -> list[bool]:
 
 def main() -> None:
     """Launch each case, and print what was found."""
-    driver.set_active(Driver())
-    checks.can_read = attend.can_read = store.can_read = lambda x: False
-    attend_launch.overlaps = attend_plan.overlaps = lambda device: True
-    smoothing.COMPILED = rotation.COMPILED = ()  # else the CPU's kernels smooth and rotate
-    backend.why_not = lambda *arguments: None
-    library = torch.library.Library("kvloom", "IMPL", "CPU")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library.impl("store", backend.operator("store"), allow_override=True)
-    steps.DEVICES[:] = ["cpu"]
+    install()
     found = {}
     with torch.no_grad():
         for name, kind in {"bfloat16": Kind(torch.bfloat16), "int4": Kind(torch.uint8, 4, 32)}.items():

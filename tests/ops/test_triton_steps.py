@@ -21,7 +21,10 @@ from ops.pools import Kind
 from oracles.bits import assert_same_bits
 from torch import Tensor
 
-from kvloom import KVView, ops
+from kvloom import KVView, QuantSpec, ops
+from kvloom.caches import CacheFormat, PagedLayer
+from kvloom.caches.rows.pages import Pages
+from kvloom.caches.rows.sequences import Sequences
 from kvloom.errors import ShapeError
 from kvloom.ops import AttendedPart, Batch, KeyOffset, KeySmoothing, PositionalBias, Scores, steps
 
@@ -194,17 +197,50 @@ def test_a_store_that_was_checked_is_checked_again_for_other_vectors() -> None:
             ops.store(as_vectors(kv, key), key, slots, kv)
 
 
+@pytest.mark.parametrize(
+    "format",
+    [CacheFormat(), CacheFormat(quant=QuantSpec(8, 32)), CacheFormat(quant=QuantSpec(4, 32), recent=4)],
+    ids=["float32", "int8", "int4"],
+)
+def test_steps_of_a_cache_are_planned_once(
+    format: CacheFormat, plans: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that begin a page, and those of a residual window of 4 tokens, which have two plans."""
+    caches = [layers_of_one_table(format) for _ in range(2)]
+    numbers = torch.Generator().manual_seed(0)
+    for count in (14, 1, 1, 1, 1):
+        plans.clear()
+        for layer in range(2):
+            key, value = (torch.randn(2, 2, count, 32, generator=numbers) for _ in range(2))
+            query = torch.randn(2, 4, count, 32, generator=numbers)
+            found = []
+            for cache, devices in zip(caches, (["cuda", "cpu"], []), strict=True):
+                monkeypatch.setattr(steps, "DEVICES", devices)
+                tokens = cache[layer].append(key.to(DEVICE), value.to(DEVICE))
+                found.append(tokens.attend(query.to(DEVICE)))
+            torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+        assert count > 1 or DEVICE == "cuda" or len(plans) == (2 if format.recent else 1)
+
+
 @pytest.mark.process
 def test_a_step_launches_what_triton_chooses_for_each_layer() -> None:
     """On a driver that launches nothing: machine code depends on strides and alignment of each tensor."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("launch_kernels.py")
+    environment["PYTHONPATH"] = os.pathsep.join([str(script.parents[1]), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found and all(all(same) for same in found.values()), found
+
+
+def layers_of_one_table(format: CacheFormat) -> list[PagedLayer]:
+    """Two layers whose rows share a page table."""
+    sequences = Sequences(Pages(format))
+    residual = sequences.of_residual()
+    return [PagedLayer(format, sequences, i, residual) for i in range(2)]
 
 
 def as_vectors(kv: KVView, like: Tensor) -> Tensor:

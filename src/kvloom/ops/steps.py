@@ -81,7 +81,12 @@ def attend_step(
 
 
 def store_step(
-    key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, full_range: bool, transform: tuple[Any, ...]
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+    kv: KVView,
+    full_range: bool,
+    transform: tuple[Any, ...] = (),
 ) -> bool:
     """Store, if vectors with these shapes, strides and dtypes were checked for this cache.
 

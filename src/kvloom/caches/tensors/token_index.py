@@ -108,7 +108,9 @@ class TokenIndex:
         other = TokenIndex(
             self.index, self.lengths + 1, num_columns, origins, kvstarts, first_position=self.first_position
         )
-        other._batches[1] = ops.Batch(self.index, batch.seqstarts, kvstarts, first_visible=origins)
+        other._batches[1] = ops.Batch(
+            self.index, batch.seqstarts, kvstarts, first_visible=origins, is_fixed=batch.is_fixed
+        )
         return other
 
     def dense(self) -> "TokenIndex":
