@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from kvloom.core.checks import FLOAT_DTYPES, expect, expect_range
 from kvloom.core.entries import OF_BITS, choice
 from kvloom.core.layouts import CacheLayout, as_layout
+from kvloom.core.memo import Memo
 from kvloom.core.memory import overlaps_itself, reach_of, shares_memory, span_of
 from kvloom.core.specs import CODE_DTYPE
 from kvloom.errors import ArgumentError, ShapeError
@@ -72,7 +73,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KVView:
+class KVView(Memo):
     """Keys and values of one layer.
 
     The tensors are views: writing through them writes the cache they were made from. Keys and values may

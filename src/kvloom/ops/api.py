@@ -16,7 +16,7 @@ from kvloom.core.indexing import check_distinct, expect_slots
 from kvloom.core.memory import expect_disjoint, expect_writable
 from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas
+from kvloom.ops import schemas, steps
 from kvloom.ops.attend_arguments import (
     OF_BIAS,
     attend_arguments,
@@ -88,7 +88,9 @@ def store(
     if type(full_range) is not bool:
         raise ArgumentError(f"full_range must be a bool, got {full_range!r}")
     transform = _transform(smoothing, positions, blocks)
-    if backend in COMPILED and store_plain(key, value, slots, kv, full_range, transform):
+    given = key, value, slots, kv, full_range, transform
+    is_on_gpu = backend == "auto" and kv.device.type in steps.DEVICES
+    if steps.store_step(*given) if is_on_gpu else backend in COMPILED and store_plain(*given):
         return
     if smoothing is not None:
         smoothing.expect_keys(key, positions)
@@ -110,6 +112,8 @@ def store(
     name = "store.transformed" if transform else "store"
     run(backend, name, kv.device, key, value, slots, *kv.tensors, full_range, *transform)
     kv.mark_changed()
+    if is_on_gpu:
+        steps.keep_store(*given)
 
 
 def _transform(
@@ -312,6 +316,11 @@ def attend(
     if is_latent:
         kv, is_latent = latent_view(kv)
     may_gather = backend == "auto" and batch.counts is not None and kv.device.type in gathered.DEVICES
+    is_step = batch.is_fixed and kv.device.type in steps.DEVICES and backend == "auto" and out is None
+    if is_step and not may_gather and steps.is_step(query, scores):
+        own = query, kv, batch, scores, is_latent
+        if (step := steps.attend_step(*own, lambda: expect_attend(*own))) is not None:
+            return step[0]
     is_compiled = backend in COMPILED and not may_gather
     plain = plain_arguments(query, kv, batch, scores, out) if is_compiled else None
     if plain is not None and is_latent and out is None and scores.positional_bias is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas
+from kvloom.ops import schemas, steps
 from kvloom.ops.attend_arguments import (
     attend_arguments,
     bias_arguments,
@@ -83,6 +83,24 @@ def attend_part(
         kv, is_latent = latent_view(kv)
     before = (None, None) if prior is None else tuple(prior)
     may_gather = backend == "auto" and batch.counts is not None and kv.device.type in gathered.DEVICES
+
+    def expect_all() -> None:
+        sizes = expect_attend(query, kv, batch, scores, is_latent)
+        if not sizes["Dv"]:
+            raise ShapeError("kv must have values of a head dim of at least 1, got 0")
+        if skip is not None:
+            expect_range("skip", skip, 1, INT64_END)
+        if skip_from is not None:
+            num_sequences = batch.kvstarts.shape[0] - 1
+            expect("skip_from", skip_from, "B", dtype=INDEX_DTYPES, device=kv.device, B=num_sequences)
+        if prior is not None:
+            _expect_part(prior, sizes, kv.device)
+
+    is_step = batch.is_fixed and kv.device.type in steps.DEVICES and backend == "auto"
+    if is_step and not may_gather and skip_from is None and steps.is_step(query, scores):
+        found = steps.attend_step(query, kv, batch, scores, is_latent, expect_all, skip, before)
+        if found is not None and found[1] is not None:
+            return AttendedPart(found[0], found[1])
     if (
         backend in COMPILED
         and not may_gather
@@ -99,16 +117,7 @@ def attend_part(
             return AttendedPart(*operator(*own))
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message
-    sizes = expect_attend(query, kv, batch, scores, is_latent)
-    if not sizes["Dv"]:
-        raise ShapeError("kv must have values of a head dim of at least 1, got 0")
-    if skip is not None:
-        expect_range("skip", skip, 1, INT64_END)
-    if skip_from is not None:
-        num_sequences = batch.kvstarts.shape[0] - 1
-        expect("skip_from", skip_from, "B", dtype=INDEX_DTYPES, device=kv.device, B=num_sequences)
-    if prior is not None:
-        _expect_part(prior, sizes, kv.device)
+    expect_all()
     given = query, kv, batch, scores
     if may_gather and gathered.is_part_gathered(*given, is_latent, skip, skip_from, prior):
         call = gathered.attend_part_plain, *given, skip

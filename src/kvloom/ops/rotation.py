@@ -7,7 +7,7 @@ from kvloom.core.checks import FLOAT_DTYPES, expect_range
 from kvloom.core.memory import refused_memory
 from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas
+from kvloom.ops import schemas, steps
 from kvloom.ops.choice import run
 from kvloom.ops.plain import COMPILED, is_plain
 from kvloom.quant.rotation import LARGEST
@@ -53,6 +53,9 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
             return found
         except (IndexError, RuntimeError):
             pass  # out of memory; raised with our message below
+    if backend == "auto" and (kernel := steps.vectors_kernel("rotate", x)) is not None:
+        turned: Tensor = kernel(x, block)
+        return turned
     with torch.no_grad():
         result: Tensor = run(backend, "rotate", x.device, detached(x), block)
     return result

@@ -6,6 +6,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from kvloom.core.indexing import CacheIndex
+from kvloom.core.memo import Memo
 
 MAX_PAIRS: Final = 64
 """Maximum number of cosines of a positional bias, and of sines."""
@@ -31,7 +32,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(Memo):
     """Ragged batch of B sequences: its new tokens, and the slots of its stored tokens.
 
     Attributes:
@@ -42,6 +43,8 @@ class Batch:
         first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, such as
             left padding or evicted tokens; ``None`` for 0.
         counts: The same numbers on the host; ``None`` if they are on the device alone.
+        is_fixed: Whether nobody writes to these tensors as long as the batch is used, so that what the first
+            layer of a step works out on a GPU, such as the work of each program, holds for all others.
     """
 
     index: CacheIndex
@@ -50,6 +53,7 @@ class Batch:
     decoding_batches: int = 0
     first_visible: Tensor | None = None
     counts: Counts | None = None
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

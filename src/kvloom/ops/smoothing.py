@@ -18,7 +18,7 @@ from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, exp
 from kvloom.core.memory import refused_memory
 from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas
+from kvloom.ops import schemas, steps
 from kvloom.ops.choice import run
 from kvloom.ops.offsets import KeyOffset
 from kvloom.ops.plain import COMPILED
@@ -306,6 +306,8 @@ def in_rows(name: str, x: Tensor, block: int) -> Tensor:
 
 def _run(name: str, x: Tensor, *arguments: Any) -> Any:
     """Call an operator; its errors are raised with our messages."""
+    if (kernel := steps.vectors_kernel(name, x)) is not None:
+        return kernel(x, *arguments)
     with torch.no_grad():
         return run("auto", name, x.device, x, *arguments)
 

@@ -28,8 +28,10 @@ from kvloom.caches.rows.sequences import Sequences, reserving
 from kvloom.caches.tensors.storage import Storage
 from kvloom.caches.tensors.tokens import Tokens
 from kvloom.errors import StateError
+from kvloom.ops import steps
 from kvloom.ops.plain import store_plain
 from kvloom.ops.smoothing import transform_arguments
+from kvloom.ops.steps import store_step
 
 
 class PagedLayer(Layer):
@@ -150,7 +152,8 @@ class PagedLayer(Layer):
             how = transform_arguments(transform[:2], transform.smoothing, step.positions)
         sequences.pages.num_writes += 1
         kept = value if storage.has_values else None
-        if not store_plain(key, kept, step.slots, storage.view, storage.full_range, how):
+        store = store_step if key.device.type in steps.DEVICES else store_plain
+        if not store(key, kept, step.slots, storage.view, storage.full_range, how):
             return None
         read = None
         if newest is not None and exact is not None:

@@ -14,7 +14,9 @@ from kvloom.caches.tensors.token_index import BLOCK, PARTIAL, AlignedStep, Token
 from kvloom.caches.tensors.tokens import Exact, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
+from kvloom.ops import steps
 from kvloom.ops.plain import store_plain
+from kvloom.ops.steps import store_step
 
 
 def holding(sequences: Sequences, num_tokens: int) -> Sequences:
@@ -102,7 +104,8 @@ def store_exact(exact: Storage, key: Tensor, value: Tensor, step: AlignedStep, n
     if key.requires_grad or value.requires_grad:
         key, value = detached(key), detached(value)
     kept = value if exact.has_values else None
-    if not store_plain(key, kept, step.slots, exact.view, full_range=False):
+    store = store_step if key.device.type in steps.DEVICES else store_plain
+    if not store(key, kept, step.slots, exact.view, False):
         exact.store(key, value, step.slots)
     return Exact(Tokens(exact.view, step.visible), num_newest, step.known)
 

@@ -66,5 +66,5 @@ class Step:
             if self.num_tokens > len(lengths):  # more than a decoding step
                 held_now = [sum(both) - begin for both, begin in zip(lengths, begins, strict=True)]
                 counts = ops.Counts(tuple(count for _, count in lengths), tuple(held_now))
-            batch = ops.Batch(index, seqstarts, prefix_sums(ends), counts=counts)
+            batch = ops.Batch(index, seqstarts, prefix_sums(ends), counts=counts, is_fixed=True)
             self.groups.append(GroupStep(index.slots(sequence, own), batch, bases))

@@ -108,7 +108,9 @@ class TokenIndex:
         other = TokenIndex(
             self.index, self.lengths + 1, num_columns, origins, kvstarts, first_position=self.first_position
         )
-        other._batches[1] = ops.Batch(self.index, batch.seqstarts, kvstarts, first_visible=origins)
+        other._batches[1] = ops.Batch(
+            self.index, batch.seqstarts, kvstarts, first_visible=origins, is_fixed=batch.is_fixed
+        )
         return other
 
     def dense(self) -> "TokenIndex":
@@ -165,7 +167,12 @@ class TokenIndex:
             if num_new != 1:
                 counts = self._counts(num_new, None if self.origins is None else [0] * len(self.lengths))
             self._batches[num_new] = ops.Batch(
-                self.index, seqstarts, kvstarts, first_visible=self.origins, counts=counts
+                self.index,
+                seqstarts,
+                kvstarts,
+                first_visible=self.origins,
+                counts=counts,
+                is_fixed=self.spans is not None,  # those of fixed storage grow in place
             )
         batch = self._batches[num_new]
         if first is None and self.begins is None:

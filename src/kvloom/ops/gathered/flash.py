@@ -72,6 +72,10 @@ def _of_one_width(*sides: Tensor) -> Iterator[Tensor]:
 def _windowed(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """Attention ``[R, Hq, Q, D]``, and logarithms ``[R, Hq, Q]``, of queries that see a window."""
     (rows, heads, num_new, _), num_seen = query.shape, key.shape[2]
+    if rows * num_new == heads:  # in which order the logarithms are could not be told
+        query, key, value = (torch.cat((x, x[:1])) for x in (query, key, value))
+        out, lse = _windowed(query, key, value, scale, window)
+        return out[:-1], lse[:-1]
     varlen, request = _varlen_attention()
     step = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
     packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -35,7 +35,7 @@ _MODULES = dict.fromkeys(("smooth", "smooth_query", "rotate"), "vectors.transfor
 
 def operator(name: str) -> Callable[..., Any]:
     """Operator by name, with the arguments of the schema."""
-    found: Callable[..., Any] = getattr(_module(name), name)
+    found: Callable[..., Any] = getattr(module(_MODULES.get(name, name)), name)
     return found
 
 
@@ -45,7 +45,7 @@ def why_not(name: str, device: torch.device, *args: Any) -> str | None:
         return why_not_installed()
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs tensors on a CUDA device (or TRITON_INTERPRET=1 in the environment), got {device}"
-    refused: str | None = _module(name).why_not(*args)
+    refused: str | None = module(_MODULES.get(name, name)).why_not(*args)
     return refused
 
 
@@ -64,5 +64,6 @@ def triton_version() -> str:
 
 
 @cache
-def _module(name: str) -> Any:
-    return import_module(f"{__name__}.{_MODULES.get(name, name)}")
+def module(name: str) -> Any:
+    """Module of this package, imported at the first call."""
+    return import_module(f"{__name__}.{name}")

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvloom.ops.impl.triton.launching import overlap, wait_for_earlier
+from kvloom.ops.impl.triton.launching import LAUNCHED_EARLY, overlaps, wait_for_earlier
 
 FEW: Final = 16
 """Number of new tokens up to which a sequence is split."""
@@ -114,8 +114,10 @@ def make_plan(
         RATIO=ratio,
         FEW_TILE=tile_rows[0],
         MANY_TILE=tile_rows[1],
+        OVERLAPS=overlaps(device),
         num_warps=4,
-        **overlap(device),
+        enable_fp_fusion=True,
+        **LAUNCHED_EARLY[overlaps(device)],
     )
     return plan
 

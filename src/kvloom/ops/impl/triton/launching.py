@@ -3,7 +3,7 @@
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -34,14 +34,43 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Options of launches that overlap: a kernel is launched before the one before it has ended.
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one before it has ended, if it has ``LAUNCHED_EARLY``.
 
     It must call ``wait_for_earlier`` first. NVIDIA's devices can from compute capability 9.0 on.
     """
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"OVERLAPS": False}
-    return {"OVERLAPS": True, "launch_pdl": True}
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+LAUNCHED_EARLY: Final = {True: {"launch_pdl": True}, False: {}}
+"""Options of launches of kernels that overlap or not; other devices than NVIDIA's have no such option."""
+
+
+class Launcher:
+    """Launches of one kernel with arguments for which Triton runs the same machine code.
+
+    Finding that code takes Triton longer than a launch: it looks at each argument. So the caller vouches that
+    all calls have tensors of the same forms, and the same integers but for those that are not specialized.
+
+    Args:
+        kernel: The kernel.
+        options: Options of Triton.
+    """
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel, self._options = kernel, options
+        self._compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch with all arguments of the kernel in order, constants included."""
+        if self._compiled is not None:
+            self._compiled[grid](*arguments)
+            return
+        compiled = self._kernel[grid](*arguments, **self._options)  # None where kernels are interpreted
+        # On AMD's devices the code depends on the sizes of tensors, too.
+        self._compiled = None if torch.version.hip else compiled
 
 
 @triton.jit

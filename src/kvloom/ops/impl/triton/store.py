@@ -5,6 +5,7 @@ Shapes: T tokens, H heads, D head dim.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,7 @@ from kvloom.core.entries import OF_BITS
 from kvloom.core.indexing import check_slots
 from kvloom.core.views import Side, sides_of
 from kvloom.ops.impl.triton import sides
-from kvloom.ops.impl.triton.launching import on_device
+from kvloom.ops.impl.triton.launching import Launcher, on_device
 from kvloom.ops.impl.triton.numerics import (
     LEAST_SCALE,
     code_of,
@@ -59,35 +60,68 @@ def store(
     """Same contract as the reference. Slots are checked on the host if that is free, else by the kernel."""
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel(), skip_negative=True)
-    tokens, heads = key.shape[:2]
-    if slots.numel() == 0 or heads == 0:
+    if slots.numel() == 0 or key.shape[1] == 0:
         return
-    key_side, value_side = sides_of(key_cache, value_cache, key_scale, value_scale)
-    new_key, keys, key_form = _arguments(key, key_side)
-    new_value, values, value_form = _arguments(value, value_side)
-    programs = num_programs(tokens, heads, key_form, value_form)
-    with on_device(key_cache):
-        _store_kernel[(programs, 1 if value is None else 2)](
-            slots,
-            slots.stride(0),
-            tokens,
-            heads,
-            key_cache.shape[:3].numel(),
-            new_key,
-            new_value,
-            keys,
-            values,
-            LEAST_SCALE.get(key.dtype, 0.0),
-            KEY=key_form,
-            VALUE=value_form,
-            KEY_QMAX=_qmax(key_form, full_range),
-            VALUE_QMAX=_qmax(value_form, full_range),
-            FULL_RANGE=full_range,
+    launch = StoreLaunch(key_cache, value_cache, key_scale, value_scale, key.dtype, full_range)
+    launch(key, value, slots)
+
+
+class StoreLaunch:
+    """Launches of stores to one cache, of vectors of one dtype.
+
+    Args:
+        key_cache: As of the operator.
+        value_cache: The same.
+        key_scale: The same.
+        value_scale: The same.
+        dtype: Dtype of new keys and values.
+        full_range: As of the operator.
+    """
+
+    def __init__(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+        dtype: torch.dtype,
+        full_range: bool,
+    ) -> None:
+        key_side, value_side = sides_of(key_cache, value_cache, key_scale, value_scale)
+        self._key, keys, key_form = _side(key_side, dtype)
+        self._value, values, value_form = _side(value_side, dtype)
+        self._heads, self._forms = key_cache.shape[3], (key_form, value_form)
+        self._caches = key_cache.shape[:3].numel(), keys, values, LEAST_SCALE.get(dtype, 0.0)
+        self._constants = (
+            key_form, value_form, _qmax(key_form, full_range), _qmax(value_form, full_range), full_range,
+        )  # fmt: skip
+        self._launch = Launcher(
+            _store_kernel,
             num_warps=4,
             enable_fp_fusion=False,
             debug=True,  # keeps the assertion that a slot is in the cache
             sanitize_overflow=False,
         )
+
+    def __call__(self, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        """Store ``[T, H, D]`` to slots ``[T]``, or ``[B, H, N, D]`` to ``[B, N]`` with B or N of 1."""
+        tokens, (num_slots, keys, values, least_scale) = slots.numel(), self._caches
+        slot_stride = slots.stride(0 if slots.ndim == 1 or slots.shape[1] == 1 else 1)
+        new_value = None if value is None else self._new(value, self._value)
+        programs = num_programs(tokens, self._heads, *self._forms)
+        with on_device(key):
+            self._launch(
+                (programs, 1 if value is None else 2, 1), slots, slot_stride, tokens, self._heads, num_slots,
+                self._new(key, self._key), new_value, keys, values, least_scale, *self._constants,
+            )  # fmt: skip
+
+    @staticmethod
+    def _new(x: Tensor, keeps: bool) -> New:
+        """Arguments for new vectors; elements whose dtype does not change are moved as bits."""
+        strides = x.stride()
+        if len(strides) == 4:
+            strides = (strides[0 if x.shape[2] == 1 else 2], strides[1], strides[3])
+        return New(as_bits(x) if keeps else x, *strides)
 
 
 def why_not(
@@ -104,12 +138,10 @@ def why_not(
     return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
 
 
-def _arguments(x: Tensor | None, side: Side | None) -> tuple[New | None, SideViews, Form]:
-    """Arguments for one side; elements whose dtype does not change are moved as bits."""
-    if x is None or side is None:
-        return None, *arguments_of(None, as_bits=True)
-    keeps = side.scale is None and x.dtype == side.cache.dtype
-    return New(as_bits(x) if keeps else x, *x.stride()), *arguments_of(side, as_bits=keeps)
+def _side(side: Side | None, dtype: torch.dtype) -> tuple[bool, SideViews, Form]:
+    """Whether elements of one side keep their dtype, and its arguments."""
+    keeps = side is not None and side.scale is None and dtype == side.cache.dtype
+    return keeps, *arguments_of(side, as_bits=keeps)
 
 
 def _qmax(form: Form, full_range: bool) -> int:

@@ -4,6 +4,7 @@ A program has one vector, of one token and head. Shapes: T tokens, B sequences o
 Hq query heads, D head dim, K pairs of channels.
 """
 
+from functools import lru_cache
 from math import log2, sqrt
 from typing import Any, Final, NamedTuple
 
@@ -12,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvloom.core.memo import form_of
 from kvloom.ops.impl.reference import is_by_token
-from kvloom.ops.impl.triton.launching import on_device
+from kvloom.ops.impl.triton.launching import Launcher, on_device
 from kvloom.ops.impl.triton.numerics import LARGEST, is_finite
 
 MAX_DIM: Final = 1024
@@ -110,8 +112,11 @@ def _launch(
     places = None
     if positions is not None and offset is not None:
         places = Places(positions, positions.stride(0), 0 if positions.ndim == 1 else positions.stride(1))
+    offsets = (None,) * 3 if offset is None else offset
+    launch = _launcher(block, is_restored, *map(form_of, (x, out, factor, *offsets, positions, coefficients)))
     with on_device(x):
-        _vectors_kernel[(x.numel() // dim,)](
+        launch(
+            (x.numel() // dim, 1, 1),
             _rows(x),
             _rows(out),
             None if factor is None else factor.contiguous(),
@@ -121,18 +126,22 @@ def _launch(
             heads,
             tokens,
             ratio,
-            DIM=dim,
-            WIDTH=triton.next_power_of_2(dim),
-            BLOCK=block,
-            ROUNDS=int(log2(block)) if block else 0,
-            ROOT=sqrt(block),
-            PAIRS=pairs,
-            PAIR_WIDTH=triton.next_power_of_2(max(pairs, 1)),
-            IS_RESTORED=is_restored,
-            LARGEST=LARGEST[x.dtype],
-            num_warps=1,
-            enable_fp_fusion=False,
+            dim,
+            triton.next_power_of_2(dim),
+            block,
+            int(log2(block)) if block else 0,
+            sqrt(block),
+            pairs,
+            triton.next_power_of_2(max(pairs, 1)),
+            is_restored,
+            LARGEST[x.dtype],
         )
+
+
+@lru_cache(256)
+def _launcher(*forms: object) -> Launcher:
+    """Launcher for arguments of these forms."""
+    return Launcher(_vectors_kernel, num_warps=1, enable_fp_fusion=False)
 
 
 def _rows(x: Tensor) -> Rows:
