@@ -26,7 +26,8 @@ from triton.runtime.jit import JITFunction
 from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, Scores
 from kvloom.core import checks
 from kvloom.ops import PositionalBias, alibi_slopes, api
-from kvloom.ops.impl.triton import attend, attend_latent, attend_launch, attend_plan, load, store
+from kvloom.ops.impl.triton import load, store
+from kvloom.ops.impl.triton.attending import attend, attend_latent, launch, plan
 from kvloom.ops.impl.triton.vectors import transform
 
 PAGE = 16
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--vectors", action="store_true", help="smoothing and rotation alone")
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
     compiled = compile_instead_of_launching()
-    attend_launch.overlaps = attend_plan.overlaps = lambda device: True
+    launch.overlaps = plan.overlaps = lambda device: True
     checks.can_read = attend.can_read = load.can_read = store.can_read = lambda x: False
     for line in sys.stdin:
         compiled.clear()

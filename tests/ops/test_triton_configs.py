@@ -12,7 +12,7 @@ from ops.kernels import attend
 from oracles.bits import assert_same_bits
 
 configs = pytest.importorskip("kvloom.ops.impl.triton.configs", reason="Triton is not installed")
-plan = pytest.importorskip("kvloom.ops.impl.triton.attend_plan", reason="Triton is not installed")
+plan = pytest.importorskip("kvloom.ops.impl.triton.attending.plan", reason="Triton is not installed")
 
 CASES = [
     configs.Case(is_split, itemsize, bits, head_dim, ratio)

@@ -170,7 +170,7 @@ def test_nothing_around_the_tokens_shows(head_dim: int) -> None:
 def test_number_of_programs_does_not_matter(
     kind: Kind, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvloom.ops.impl.triton import attend_launch as launcher
+    from kvloom.ops.impl.triton.attending import launch as launcher
 
     case = large_case(kind)
     expected = attend(case)

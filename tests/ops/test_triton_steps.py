@@ -26,7 +26,8 @@ from kvloom.caches import CacheFormat, PagedLayer
 from kvloom.caches.rows.pages import Pages
 from kvloom.caches.rows.sequences import Sequences
 from kvloom.errors import ShapeError
-from kvloom.ops import AttendedPart, Batch, KeyOffset, KeySmoothing, PositionalBias, Scores, steps
+from kvloom.ops import AttendedPart, Batch, KeyOffset, KeySmoothing, PositionalBias, Scores
+from kvloom.ops.fast import steps
 
 pytestmark = kernels.pytestmark
 
@@ -37,7 +38,7 @@ INT8, INT4 = Kind(torch.int8, 8, 32), Kind(torch.uint8, 4, 32)
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Steps are launched on the device that there is; each plan that is made."""
-    launching = pytest.importorskip("kvloom.ops.impl.triton.attend_launch")
+    launching = pytest.importorskip("kvloom.ops.impl.triton.attending.launch")
     made: list[Any] = []
     make_plan = launching.make_plan
 

@@ -14,9 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kvloom.core import checks
-from kvloom.ops import rotation, smoothing, steps
+from kvloom.ops import rotation, smoothing
+from kvloom.ops.fast import steps
 from kvloom.ops.impl import triton as backend
-from kvloom.ops.impl.triton import attend, attend_launch, attend_plan, store
+from kvloom.ops.impl.triton import store
+from kvloom.ops.impl.triton.attending import attend, launch, plan
 
 LAUNCHED: list[tuple[Any, ...]] = []
 """Launches: the number of the machine code, the grid, and the arguments."""
@@ -69,7 +71,7 @@ def install() -> None:
     """From now on, for this process: tensors on the CPU are launched as on a GPU."""
     driver.set_active(Driver())
     checks.can_read = attend.can_read = store.can_read = lambda x: False
-    attend_launch.overlaps = attend_plan.overlaps = lambda device: True
+    launch.overlaps = plan.overlaps = lambda device: True
     smoothing.COMPILED = rotation.COMPILED = ()  # else the CPU's kernels smooth and rotate
     backend.why_not = lambda *arguments: None
     library = torch.library.Library("kvloom", "IMPL", "CPU")

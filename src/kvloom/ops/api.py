@@ -16,14 +16,13 @@ from kvloom.core.indexing import check_distinct, expect_slots
 from kvloom.core.memory import expect_disjoint, expect_writable
 from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas, steps
+from kvloom.ops import schemas
 from kvloom.ops.attend_arguments import (
     OF_BIAS,
     attend_arguments,
     bias_arguments,
     expect_attend,
     latent_view,
-    plain_arguments,
 )
 from kvloom.ops.choice import run
 from kvloom.ops.expect import (
@@ -35,9 +34,10 @@ from kvloom.ops.expect import (
     expect_writable_view,
     loaded_bytes,
 )
+from kvloom.ops.fast import steps
+from kvloom.ops.fast.plain import COMPILED, load_plain, plain_arguments, store_plain
 from kvloom.ops.gathered import attention as gathered
 from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
-from kvloom.ops.plain import COMPILED, load_plain, store_plain
 from kvloom.ops.scores import CAUSAL, Batch, Scores
 from kvloom.ops.smoothing import KeySmoothing, expect_restored, in_rows, transform_arguments
 

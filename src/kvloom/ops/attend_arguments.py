@@ -10,31 +10,10 @@ from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, INT64_END, expect, ex
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
 from kvloom.ops.expect import expect_dtype
-from kvloom.ops.plain import is_plain
 from kvloom.ops.scores import MAX_PAIRS, Batch, PositionalBias, Scores
 
 OF_BIAS: Final = tuple(f"positional_bias.{x}" for x in ("coefficients", "frequencies", "first_position"))
 """Names of the arguments of a positional bias in errors."""
-
-
-def plain_arguments(
-    query: Tensor, kv: KVView, batch: Batch, scores: Scores, *more: Tensor | None
-) -> tuple[Any, ...] | None:
-    """``attend_arguments`` if the compiled kernel alone can check these and ``more`` tensors, or ``None``."""
-    index, window = batch.index, scores.window
-    tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
-               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
-    if (bias := scores.positional_bias) is not None:
-        if not isinstance(bias, PositionalBias) or bias.coefficients is None or bias.frequencies is None:
-            return None
-        tensors = (*tensors, bias.coefficients, bias.frequencies, bias.first_position)
-    if query is None or kv.value is None or not is_plain(tensors):
-        return None
-    if type(batch.decoding_batches) is not int or type(index.page_size) is not int:
-        return None
-    if (window is not None and type(window) is not int) or query.ndim != 3 or not query.shape[2]:
-        return None
-    return attend_arguments(query, kv, batch, scores, query.shape[2])
 
 
 def latent_view(kv: KVView) -> tuple[KVView, bool]:

@@ -12,17 +12,17 @@ from torch import Tensor
 from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas, steps
+from kvloom.ops import schemas
 from kvloom.ops.attend_arguments import (
     attend_arguments,
     bias_arguments,
     expect_attend,
     latent_view,
-    plain_arguments,
 )
 from kvloom.ops.choice import run
+from kvloom.ops.fast import steps
+from kvloom.ops.fast.plain import COMPILED, plain_arguments
 from kvloom.ops.gathered import attention as gathered
-from kvloom.ops.plain import COMPILED
 from kvloom.ops.scores import CAUSAL, Batch, Scores
 
 

@@ -7,9 +7,10 @@ from kvloom.core.checks import FLOAT_DTYPES, expect_range
 from kvloom.core.memory import refused_memory
 from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas, steps
+from kvloom.ops import schemas
 from kvloom.ops.choice import run
-from kvloom.ops.plain import COMPILED, is_plain
+from kvloom.ops.fast import steps
+from kvloom.ops.fast.plain import COMPILED, is_plain
 from kvloom.quant.rotation import LARGEST
 
 

@@ -18,10 +18,11 @@ from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, exp
 from kvloom.core.memory import refused_memory
 from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import schemas, steps
+from kvloom.ops import schemas
 from kvloom.ops.choice import run
+from kvloom.ops.fast import steps
+from kvloom.ops.fast.plain import COMPILED
 from kvloom.ops.offsets import KeyOffset
-from kvloom.ops.plain import COMPILED
 from kvloom.ops.scores import PositionalBias
 from kvloom.quant.rotation import LARGEST
 

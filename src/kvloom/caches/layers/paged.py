@@ -28,10 +28,10 @@ from kvloom.caches.rows.sequences import Sequences, reserving
 from kvloom.caches.tensors.storage import Storage
 from kvloom.caches.tensors.tokens import Tokens
 from kvloom.errors import StateError
-from kvloom.ops import steps
-from kvloom.ops.plain import store_plain
+from kvloom.ops.fast import steps
+from kvloom.ops.fast.plain import store_plain
+from kvloom.ops.fast.steps import store_step
 from kvloom.ops.smoothing import transform_arguments
-from kvloom.ops.steps import store_step
 
 
 class PagedLayer(Layer):

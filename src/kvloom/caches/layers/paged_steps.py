@@ -14,9 +14,9 @@ from kvloom.caches.tensors.token_index import BLOCK, PARTIAL, AlignedStep, Token
 from kvloom.caches.tensors.tokens import Exact, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
-from kvloom.ops import steps
-from kvloom.ops.plain import store_plain
-from kvloom.ops.steps import store_step
+from kvloom.ops.fast import steps
+from kvloom.ops.fast.plain import store_plain
+from kvloom.ops.fast.steps import store_step
 
 
 def holding(sequences: Sequences, num_tokens: int) -> Sequences:

@@ -29,7 +29,12 @@ OPERATORS = {
 }
 """Overloads with a kernel; each value is the operator's name."""
 
-_MODULES = dict.fromkeys(("smooth", "smooth_query", "rotate"), "vectors.transform")
+_MODULES = {
+    **dict.fromkeys(("smooth", "smooth_query", "rotate"), "vectors.transform"),
+    **{
+        name: f"attending.{name}" for name in ("attend", "attend_part", "attend_latent", "attend_latent_part")
+    },
+}
 """Modules that have an operator and its limits; others have the operator's name."""
 
 

@@ -16,7 +16,7 @@ class Config(NamedTuple):
 
     Attributes:
         rows: Query rows of a tile, a power of two, at least 16; or 8 for few new tokens, in transposed tiles.
-        tokens: Stored tokens of a tile, a power of two from 16 to ``attend_plan.RUN_UNIT``.
+        tokens: Stored tokens of a tile, a power of two from 16 to ``attending.plan.RUN_UNIT``.
         num_warps: Warps of a program.
         num_stages: Number of tiles of tokens in flight.
         programs: Programs of each multiprocessor; items are distributed to them.

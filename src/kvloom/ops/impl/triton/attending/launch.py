@@ -8,10 +8,18 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.ops.impl.triton.attend_merge import merge_kernel
-from kvloom.ops.impl.triton.attend_plan import FEW, AttendPlan, Items, Lengths, make_plan, most_rows
-from kvloom.ops.impl.triton.attend_sides import LEAST_WIDTH, CacheKind, CacheViews, width_of
-from kvloom.ops.impl.triton.attend_tile import AttendForm, Bias, Joint, Partial, Query, Table, attend_kernel
+from kvloom.ops.impl.triton.attending.cache import LEAST_WIDTH, CacheKind, CacheViews, width_of
+from kvloom.ops.impl.triton.attending.merge import merge_kernel
+from kvloom.ops.impl.triton.attending.plan import FEW, AttendPlan, Items, Lengths, make_plan, most_rows
+from kvloom.ops.impl.triton.attending.tile import (
+    AttendForm,
+    Bias,
+    Joint,
+    Partial,
+    Query,
+    Table,
+    attend_kernel,
+)
 from kvloom.ops.impl.triton.configs import Case, Config, config_for
 from kvloom.ops.impl.triton.launching import (
     LAUNCHED_EARLY,

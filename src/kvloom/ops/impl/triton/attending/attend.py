@@ -13,10 +13,10 @@ from kvloom.core.checks import can_read
 from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_new, check_starts
 from kvloom.core.views import Side, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops.impl.triton.attend_launch import AttendLaunch, Formula, Sizes
-from kvloom.ops.impl.triton.attend_plan import Lengths, most_splits
-from kvloom.ops.impl.triton.attend_sides import CacheKind, describe_cache
-from kvloom.ops.impl.triton.attend_tile import Bias, Joint, Table
+from kvloom.ops.impl.triton.attending.cache import CacheKind, describe_cache
+from kvloom.ops.impl.triton.attending.launch import AttendLaunch, Formula, Sizes
+from kvloom.ops.impl.triton.attending.plan import Lengths, most_splits
+from kvloom.ops.impl.triton.attending.tile import Bias, Joint, Table
 
 NUM_SHARED: Final = 18
 """Number of arguments after the query that all attention operators have."""

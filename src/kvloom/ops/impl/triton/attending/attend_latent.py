@@ -5,7 +5,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from kvloom.core.views import head_dim_of
-from kvloom.ops.impl.triton.attend import MAX_HEAD_DIM, launch_attend
+from kvloom.ops.impl.triton.attending.attend import MAX_HEAD_DIM, launch_attend
 
 MAX_LATENT_DIM: Final = 512
 """Largest latent: the float32 sums of a tile of rows must fit in the registers of a program."""

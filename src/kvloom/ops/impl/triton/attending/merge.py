@@ -6,8 +6,8 @@ They are added in groups of 16, so the order of sums does not depend on their nu
 import triton
 import triton.language as tl
 
-from kvloom.ops.impl.triton.attend_plan import MAX_SPLITS
-from kvloom.ops.impl.triton.attend_softmax import exp_below
+from kvloom.ops.impl.triton.attending.plan import MAX_SPLITS
+from kvloom.ops.impl.triton.attending.softmax import exp_below
 from kvloom.ops.impl.triton.launching import wait_for_earlier
 
 _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvloom.ops.impl.triton.attend import launch_attend
-from kvloom.ops.impl.triton.attend_latent import why_not
+from kvloom.ops.impl.triton.attending.attend import launch_attend
+from kvloom.ops.impl.triton.attending.attend_latent import why_not
 
 __all__ = ["attend_latent_part", "why_not"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvloom.core.entries import OF_BITS
 from kvloom.core.memo import form_of
 from kvloom.core.views import Side
-from kvloom.ops.impl.triton.attend_tile import SideForm
+from kvloom.ops.impl.triton.attending.tile import SideForm
 from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import describe
 from kvloom.ops.impl.triton.sides import SideViews

@@ -10,7 +10,9 @@ from kvloom.core.checks import DEBUG
 from kvloom.core.memory import refused_memory
 from kvloom.core.views import KVView
 from kvloom.ops import schemas
+from kvloom.ops.attend_arguments import attend_arguments
 from kvloom.ops.impl import cpu
+from kvloom.ops.scores import Batch, PositionalBias, Scores
 
 COMPILED: Final = ("auto", "cpu") if cpu.WHY_NOT is None else ()
 """Backend names that mean the compiled kernels for tensors on the CPU."""
@@ -25,6 +27,26 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         if x is not None and not (isinstance(x, Tensor) and x.is_cpu and not (records and x.requires_grad)):
             return False
     return True
+
+
+def plain_arguments(
+    query: Tensor, kv: KVView, batch: Batch, scores: Scores, *more: Tensor | None
+) -> tuple[Any, ...] | None:
+    """``attend_arguments`` if the compiled kernel alone can check these and ``more`` tensors, or ``None``."""
+    index, window = batch.index, scores.window
+    tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
+               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
+    if (bias := scores.positional_bias) is not None:
+        if not isinstance(bias, PositionalBias) or bias.coefficients is None or bias.frequencies is None:
+            return None
+        tensors = (*tensors, bias.coefficients, bias.frequencies, bias.first_position)
+    if query is None or kv.value is None or not is_plain(tensors):
+        return None
+    if type(batch.decoding_batches) is not int or type(index.page_size) is not int:
+        return None
+    if (window is not None and type(window) is not int) or query.ndim != 3 or not query.shape[2]:
+        return None
+    return attend_arguments(query, kv, batch, scores, query.shape[2])
 
 
 def store_plain(

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvloom.ops.impl.triton.attend import NUM_SHARED, launch_attend, why_not
+from kvloom.ops.impl.triton.attending.attend import NUM_SHARED, launch_attend, why_not
 
 __all__ = ["attend_part", "why_not"]
 

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import triton
 import triton.language as tl
 
-from kvloom.ops.impl.triton.attend_plan import runs_of, sequence_lengths
-from kvloom.ops.impl.triton.attend_softmax import along, exp_below, online_softmax
+from kvloom.ops.impl.triton.attending.plan import runs_of, sequence_lengths
+from kvloom.ops.impl.triton.attending.softmax import along, exp_below, online_softmax
 from kvloom.ops.impl.triton.launching import wait_for_earlier
 from kvloom.ops.impl.triton.numerics import is_finite
 from kvloom.ops.impl.triton.places import Shape

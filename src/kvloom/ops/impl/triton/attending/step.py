@@ -12,10 +12,10 @@ from torch import Tensor
 from kvloom.core.indexing import ENDLESS
 from kvloom.core.memo import form_of
 from kvloom.core.views import KVView
-from kvloom.ops.impl.triton.attend import bias_of, launch_of, outputs
-from kvloom.ops.impl.triton.attend_launch import AttendLaunch, Formula
-from kvloom.ops.impl.triton.attend_plan import Lengths
-from kvloom.ops.impl.triton.attend_sides import CacheKind, CacheViews, describe_cache
+from kvloom.ops.impl.triton.attending.attend import bias_of, launch_of, outputs
+from kvloom.ops.impl.triton.attending.cache import CacheKind, CacheViews, describe_cache
+from kvloom.ops.impl.triton.attending.launch import AttendLaunch, Formula
+from kvloom.ops.impl.triton.attending.plan import Lengths
 from kvloom.ops.scores import Batch, Scores
 
 

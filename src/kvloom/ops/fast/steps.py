@@ -71,7 +71,7 @@ def attend_step(
 
     if triton.why_not_installed() is not None:
         return None
-    step = triton.module("attend_step")
+    step = triton.module("attending.step")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scores.scale is None else scores.scale
     own = step.OfPart(*part) if part else None
     found: tuple[Tensor, Tensor | None] | None = step.attend_step(
