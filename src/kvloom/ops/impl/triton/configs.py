@@ -1,6 +1,7 @@
-"""Tile sizes and launch options of attention, pinned so that results are reproducible.
+"""Tile sizes and launch options, pinned so that results are reproducible.
 
-Others are used only within ``tuned``. Another tile changes the order of sums, so bits may change.
+Others are used only within ``tuned``. Another tile of attention changes the order of sums, so bits may
+change; another tile of moves does not.
 """
 
 import json
@@ -54,6 +55,24 @@ Tuned = Mapping[Case, Config]
 
 _TUNED: ContextVar[Tuned | None] = ContextVar("kvloom_tuned", default=None)
 
+
+class Tile(NamedTuple):
+    """What a program of ``store`` and ``load`` moves at once, and its warps.
+
+    Attributes:
+        numbers: Numbers of a tile, a power of two; at least a group, or a head vector without scales.
+        num_warps: Warps of a program.
+    """
+
+    numbers: int
+    num_warps: int
+
+
+MOVES: Final = Tile(1024, 2)
+"""Sixteen numbers for each thread, so that finding their places is a small part (decision 90)."""
+
+_MOVES: ContextVar[Tile] = ContextVar("kvloom_tuned_moves", default=MOVES)
+
 MAX_SPLIT_ROWS: Final = 64
 """Maximum rows of a tile of few new tokens; more query heads of a key/value head are several tiles."""
 
@@ -92,14 +111,20 @@ def pinned(case: Case) -> Config:
     return Config(128, 64, 8, 3, 1) if case.bits else Config(64, 64, 4, 3, 2)
 
 
+def tile_of_moves() -> Tile:
+    """Tile of ``store`` and ``load``: that of ``tuned``, or else the pinned one."""
+    return _MOVES.get()
+
+
 @contextmanager
-def tuned(table: Tuned) -> Iterator[None]:
-    """Context that uses ``table``, and pinned configurations for cases that it does not have."""
-    token = _TUNED.set(table)
+def tuned(table: Tuned, moves: Tile = MOVES) -> Iterator[None]:
+    """Context that uses ``table`` and ``moves``, and pinned configurations for cases that ``table`` lacks."""
+    tokens = _TUNED.set(table), _MOVES.set(moves)
     try:
         yield
     finally:
-        _TUNED.reset(token)
+        _TUNED.reset(tokens[0])
+        _MOVES.reset(tokens[1])
 
 
 def write_tuned(path: Path, device: str, table: Tuned) -> None:

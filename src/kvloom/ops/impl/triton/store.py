@@ -14,11 +14,11 @@ from kvloom.core.entries import OF_BITS
 from kvloom.core.indexing import check_slots
 from kvloom.core.views import Side, sides_of
 from kvloom.ops.impl.triton import sides
+from kvloom.ops.impl.triton.configs import tile_of_moves
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import (
     LEAST_SCALE,
     code_of,
-    is_finite,
     largest_of,
     length_kept,
     packed,
@@ -65,13 +65,11 @@ def store(
     key_side, value_side = sides_of(key_cache, value_cache, key_scale, value_scale)
     new_key, keys, key_form = _arguments(key, key_side)
     new_value, values, value_form = _arguments(value, value_side)
-    programs = num_programs(tokens, heads, key_form, value_form)
     with on_device(key_cache):
-        _store_kernel[(programs, 1 if value is None else 2)](
+        _store_kernel[num_programs(tokens, key_form, value_form)](
             slots,
             slots.stride(0),
             tokens,
-            heads,
             key_cache.shape[:3].numel(),
             new_key,
             new_value,
@@ -83,7 +81,7 @@ def store(
             KEY_QMAX=_qmax(key_form, full_range),
             VALUE_QMAX=_qmax(value_form, full_range),
             FULL_RANGE=full_range,
-            num_warps=4,
+            num_warps=tile_of_moves().num_warps,
             enable_fp_fusion=False,
             debug=True,  # keeps the assertion that a slot is in the cache
             sanitize_overflow=False,
@@ -124,7 +122,6 @@ def _store_kernel(
     slots,
     slots_stride,
     tokens,
-    heads,
     num_slots,
     key,
     value,
@@ -137,23 +134,11 @@ def _store_kernel(
     VALUE_QMAX: tl.constexpr,
     FULL_RANGE: tl.constexpr,
 ):
-    if tl.program_id(1) == 0:
-        _store_rows(
-            slots, slots_stride, tokens, heads, num_slots, key, keys, least_scale, KEY, KEY_QMAX, FULL_RANGE
-        )
+    if tl.program_id(2) == 0:
+        _store_rows(slots, slots_stride, tokens, num_slots, key, keys, least_scale, KEY, KEY_QMAX, FULL_RANGE)
     elif value is not None:
         _store_rows(
-            slots,
-            slots_stride,
-            tokens,
-            heads,
-            num_slots,
-            value,
-            values,
-            least_scale,
-            VALUE,
-            VALUE_QMAX,
-            FULL_RANGE,
+            slots, slots_stride, tokens, num_slots, value, values, least_scale, VALUE, VALUE_QMAX, FULL_RANGE
         )
 
 
@@ -162,7 +147,6 @@ def _store_rows(
     slots,
     slots_stride,
     tokens,
-    heads,
     num_slots,
     new,
     side,
@@ -171,19 +155,18 @@ def _store_rows(
     QMAX: tl.constexpr,
     FULL_RANGE: tl.constexpr,
 ):
-    """Read the rows of one program, quantize and write them."""
+    """Read the rows of one program, beside their slots, quantize and write them."""
     CACHE: tl.constexpr = FORM.cache
-    token, head, group = rows_of(heads, FORM)
-    exists = token < tokens
+    token, head, group, exists = rows_of(tokens, FORM)
     slot = tl.load(slots + token * slots_stride, mask=exists, other=-1).to(tl.int64)
     tl.device_assert(slot < num_slots, "slots must be in the cache")
-    kept = exists & (slot >= 0) & (slot < num_slots)
+    kept = (slot >= 0) & (slot < num_slots)
     element, in_group = elements_of(group, FORM)
-    source = new.data + token * new.token + head * new.head
+    source = new.data + token * new.token + head.to(tl.int64) * new.head
     place = place_of_vector(side.cache, slot, head, CACHE)
     target = side.cache.data + place + place_of_element(side.cache, element, CACHE)
     if FORM.bits == 0:
-        x = tl.load(source + element * new.element, mask=kept & in_group)
+        x = tl.load(source + element.to(tl.int64) * new.element, mask=exists & in_group)
         if x.dtype != target.dtype.element_ty:
             x = x.to(tl.float32).to(target.dtype.element_ty)
         tl.store(target, x, mask=kept & in_group)
@@ -191,9 +174,9 @@ def _store_rows(
         dtype: tl.constexpr = new.data.dtype.element_ty
         SCALE: tl.constexpr = FORM.scale
         number, is_there = numbers_of(group, FORM)
-        x = tl.load(source + number * new.element, mask=kept & is_there, other=0.0).to(tl.float32)
-        finite = tl.max((~is_finite(x)).to(tl.int32), axis=1, keep_dims=True) == 0
-        largest = largest_of(tl.where(is_finite(x), x, 0.0), QMAX)
+        read = tl.load(source + number.to(tl.int64) * new.element, mask=exists & is_there, other=0.0)
+        x = read.to(tl.float32)
+        largest, finite = largest_of(x, QMAX)
         scale = scale_of(largest, dtype, QMAX, least_scale)
         code = code_of(x, scale, finite, dtype, QMAX, FORM.bits)
         if FORM.bits == 2 and FULL_RANGE:
