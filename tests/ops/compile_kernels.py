@@ -65,6 +65,7 @@ def compile_instead_of_launching() -> list[dict[str, Any]]:
                 **resources(kernel.asm["cubin"]),
                 "tensor_cores": bool(re.search(r"wgmma\.mma_async|mma\.sync", ptx)),
                 "wide_loads": bool(re.search(r"ld\.global\.v4|cp\.async\.cg", ptx)),
+                "wide_stores": "st.global.v4" in ptx,
                 "exact_division": "div.full" not in ptx and "div.approx" not in ptx,
             }
         )

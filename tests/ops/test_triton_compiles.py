@@ -82,7 +82,10 @@ def test_kernels_compile(case: str, compiled: Compile) -> None:
         assert kernel["shared"] <= SHARED_OF_A_BLOCK, kernel
     assert kernels[0]["exact_division"]
     if case not in ("groups of 8", "split heads and blocks"):
-        assert all(x["wide_loads"] for x in (*kernels[:2], kernels[4]))
+        # Load reads as many numbers as it writes, in fewer bytes.
+        assert kernels[0]["wide_loads"]
+        assert kernels[1]["wide_stores"]
+        assert kernels[4]["wide_loads"]
     if "float32" not in CASES[case]:
         assert all(x["tensor_cores"] for x in kernels[3:5])
 

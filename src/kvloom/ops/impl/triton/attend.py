@@ -150,7 +150,8 @@ def launch_attend(
     def launch(config: Config, is_split: bool) -> int:
         few_rows = is_split and not is_latent  # values of latents are read by many heads
         values, value_form = _arguments(value, query.dtype, of_values=True, few_rows=few_rows)
-        reads_once = is_latent and key.bits == 0 and config.rows >= LEAST_SHARED_ROWS
+        is_shared = config.reads_once or config.rows >= LEAST_SHARED_ROWS
+        reads_once = is_latent and key.bits == 0 and is_shared
         forms = [form for form in (key_form, rope_form, value_form) if form is not None]
         is_wide = any(x.is_wide for form in forms for x in (form.cache, form.scale))
         form = AttendForm(

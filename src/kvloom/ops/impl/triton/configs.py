@@ -21,6 +21,8 @@ class Config(NamedTuple):
         num_warps: Warps of a program.
         num_stages: Number of tiles of tokens in flight.
         programs: Programs of each multiprocessor; items are distributed to them.
+        reads_once: Whether latents without scales are read once, as keys, and transposed to be values; so
+            are those of tiles of ``attend.LEAST_SHARED_ROWS`` rows and more.
     """
 
     rows: int
@@ -28,6 +30,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int
+    reads_once: bool = False
 
 
 class Case(NamedTuple):
