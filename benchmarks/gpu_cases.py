@@ -1,7 +1,7 @@
 """Cases of ``gpu.py``: decode steps, appends, prompts and chunks of one layer, and peers doing the same."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ class Work(NamedTuple):
     """Calls that do the same, the bytes and operations they take, and over how many memories they turn.
 
     Prompts are in no graph: which kernel is best follows from sizes, which a graph may be replayed without.
+    ``written`` is the memory into which call 0 writes.
     """
 
     contenders: dict[str, Call]
@@ -58,6 +59,7 @@ class Work(NamedTuple):
     flops: int
     turns: int
     in_graph: bool = True
+    written: Sequence[Tensor] = ()
 
 
 def cases(*, quick: bool) -> list[Case]:
@@ -146,6 +148,7 @@ def _append(case: Case, cold: int) -> Work:
         key.nbytes + value.nbytes + written,
         0,
         len(views),
+        written=[x for x in views[0].tensors if x is not None],
     )
 
 

@@ -1,11 +1,12 @@
 """What a GPU is needed for, in the order of its worth, each part within its time: 15 minutes together.
 
-    python scripts/gpu.py [checks] [kernels] [model] [--out FOLDER]
+    python scripts/gpu.py [checks] [kernels] [tune] [model] [--out FOLDER]
 
 ``checks`` are the doors of ``tests/device`` and a part of the kernels' tests, ``kernels`` and ``model`` are
-``benchmarks/gpu.py`` and ``gpu_model.py``, whose results are added to those that there are. It needs torch,
-Triton, transformers and pytest, and no installed kvloom. A part that fails or whose time ends does not end
-the others; the exit status says whether one did.
+``benchmarks/gpu.py`` and ``gpu_model.py``, whose results are added to those that there are, and ``tune`` is
+``gpu_tune.py``, which says what configurations of kernels to pin. It needs torch, Triton, transformers and
+pytest, and no installed kvloom. A part that fails or whose time ends does not end the others; the exit status
+says whether one did.
 """
 
 import argparse
@@ -19,7 +20,9 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TESTS: Final = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
-KERNELS: Final = "ties or special or few_and_many or alone or decoding or replays or smoothed or queries"
+KERNELS: Final = (
+    "ties or special or significand or few_and_many or alone or decoding or replays or smoothed or queries"
+)
 
 
 def parts(out: Path) -> dict[str, list[tuple[list[str], int]]]:
@@ -29,12 +32,14 @@ def parts(out: Path) -> dict[str, list[tuple[list[str], int]]]:
     ]
     kernels = [sys.executable, "benchmarks/gpu.py", "--no-checks", "--out", str(out)]
     model = [sys.executable, "benchmarks/gpu_model.py", "--out", str(out)]
+    tune = [sys.executable, "benchmarks/gpu_tune.py", "--out", str(out / "gpu_tuned.json")]
     return {
         "checks": [
-            ([*TESTS, "tests/device"], 120),
-            ([*TESTS, "--numprocesses", "8", "-k", KERNELS, *triton], 120),
+            ([*TESTS, "tests/device"], 100),
+            ([*TESTS, "--numprocesses", "8", "-k", KERNELS, *triton], 110),
         ],
         "kernels": [([*kernels, "prefill", "chunk"], 100), ([*kernels, "decode", "append", "latents"], 120)],
+        "tune": [(tune, 140)],
         "model": [(model, 260)],
     }
 
@@ -69,7 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", help="some of checks, kernels and model; all, if none is named")
+    parser.add_argument(
+        "parts", nargs="*", help="some of checks, kernels, tune and model; all, if none is named"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="folder of results and logs")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
     args = parser.parse_args()

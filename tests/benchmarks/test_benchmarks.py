@@ -1,6 +1,8 @@
 """Each benchmark runs on a small case, and what does not depend on a clock is as it says."""
 
+import importlib
 import json
+import math
 import os
 import re
 import runpy
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from kvloom.ops.impl.triton import configs
 
 pytest.importorskip("transformers")
 
@@ -315,6 +319,51 @@ def test_gpu_measures_nothing_that_it_does_not_know(
 def test_no_figure_is_taken_without_a_device(quick: Callable[..., Any], name: str) -> None:
     with pytest.raises(SystemExit, match="no figure was taken"):
         quick(name)
+
+
+def test_a_configuration_is_pinned_if_it_is_right_and_faster_in_every_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tune, cases = importlib.import_module("gpu_tune"), importlib.import_module("gpu_cases")
+    asked = next(x for x in tune.questions(quick=False) if x.name == "decode bf16")
+    now, wrong, mixed, faster, large = asked.pinned, *asked.others[:4]
+    used, seconds = [now], {now: 10.0, wrong: 1.0, mixed: 2.0, faster: 8.0}
+    right = torch.linspace(-1, 1, 9)
+
+    def call(_: int) -> torch.Tensor:
+        used[0] = configs.config_for(asked.case)
+        return right + (used[0] == wrong) * 0.1 + (used[0] != now) * 0.004
+
+    def prepare(row: Any, peers: bool) -> Any:
+        return cases.Work({"kvloom": call}, 0, 0, row.batch)
+
+    def timed(call: Any, turns: int, replays: int) -> float:
+        return (20.0 if used[0] == mixed and turns == 1 else seconds[used[0]]) / 1e6
+
+    monkeypatch.setattr(cases, "prepare", prepare)
+    monkeypatch.setattr(tune, "seconds", timed)
+    said = tune.answer(
+        asked._replace(others=asked.others[:4]), {("decode bf16", large): "too large"}, math.inf
+    )
+    assert said["pin"] == faster
+    assert said["gain"] == 1.25
+    reasons = [x[-1] for x in said["why_not"]]
+    assert reasons == ["too large", "other results than the pinned one in bf16, batch 64"]
+    late = tune.answer(asked, {}, -math.inf)
+    assert late["pin"] is None
+    assert {x[-1] for x in late["why_not"]} == {"no time was left"}
+
+
+def test_every_configuration_worth_a_look_is_another_than_the_pinned_one(quick: Callable[..., Any]) -> None:
+    asked = quick("gpu_tune", "--list")["questions"]
+    assert [x["name"] for x in asked] == [
+        "append", "latents bf16", "latents int8 g64", "decode int4 g64", "decode int8 g64", "decode bf16",
+    ]  # fmt: skip
+    for question in asked:
+        case = question["case"] and configs.Case(*question["case"])
+        pinned = configs.MOVES if case is None else configs.pinned(case)
+        assert list(pinned) not in question["others"]
 
 
 @pytest.mark.compile

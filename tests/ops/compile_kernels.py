@@ -1,4 +1,4 @@
-"""Compiles what a call would launch on an NVIDIA GPU of compute capability 9.0 without one.
+"""Compiles what a call would launch on an NVIDIA GPU, of compute capability 9.0 unless told, without one.
 
 The launchers run as they are, but each kernel is compiled down to machine code instead of launched. Options
 are read from lines, with ``_`` for the spaces within one; for each line a line of JSON is printed.
@@ -38,8 +38,10 @@ KINDS = {"plain": None, "int8": QuantSpec(8, 64), "int4": QuantSpec(4, 64), "int
 class NoDriver:
     """Tells the target, and nothing else."""
 
+    capability = 90
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -64,6 +66,7 @@ def compile_instead_of_launching() -> list[dict[str, Any]]:
                 **resources(kernel.asm["cubin"]),
                 "tensor_cores": bool(re.search(r"wgmma\.mma_async|mma\.sync", ptx)),
                 "wide_loads": bool(re.search(r"ld\.global\.v4|cp\.async\.cg", ptx)),
+                "wide_stores": "st.global.v4" in ptx,
                 "exact_division": "div.full" not in ptx and "div.approx" not in ptx,
             }
         )
@@ -75,15 +78,19 @@ def compile_instead_of_launching() -> list[dict[str, Any]]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes that it spills."""
+    """Registers of a thread, bytes that it spills, its instructions, and how many of them are reciprocals."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        out = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return {name.lower(): int(re.findall(rf"{name}:(\d+)", out)[-1]) for name in ("REG", "STACK")}
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    found = {name.lower(): int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK")}
+    instructions = [x for x in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*?);", code, re.M) if x.strip() != "NOP"]
+    reciprocals = sum("MUFU.RCP " in x for x in instructions)
+    return {**found, "instructions": len(instructions), "reciprocals": reciprocals}
 
 
 def main() -> None:
@@ -100,17 +107,19 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=256, help="of a row of the table")
     parser.add_argument("--tokens", type=int, default=64, help="to store and load")
     parser.add_argument("--layout", default="B S H D")
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU, 90 for 9.0")
     parser.add_argument(
         "--latent", action="store_true", help="keys of one head are latents, values rope keys"
     )
     parser.add_argument("--vectors", action="store_true", help="smoothing and rotation alone")
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
     compiled = compile_instead_of_launching()
-    launch.overlaps = plan.overlaps = lambda device: True
+    launch.overlaps = plan.overlaps = lambda device: NoDriver.capability >= 90
     checks.can_read = attend.can_read = load.can_read = store.can_read = lambda x: False
     for line in sys.stdin:
         compiled.clear()
         args = parser.parse_args([word.replace("_", " ") for word in line.split()])
+        NoDriver.capability = args.capability
         (compile_vectors if args.vectors else compile_case)(args)
         sys.stdout.write(json.dumps(compiled) + "\n")
         sys.stdout.flush()

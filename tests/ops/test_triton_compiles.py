@@ -15,6 +15,7 @@ from ops import kernels
 pytestmark = [*kernels.pytestmark, pytest.mark.process]
 
 SHARED_OF_A_BLOCK = 227 << 10
+SHARED_OF_A_BLOCK_OF_BEFORE = 163 << 10  # compute capability 8.0
 ATTEND = ["attend_kernel", "attend_kernel", "merge_kernel"]  # many new tokens, few of them
 
 CASES = {
@@ -81,7 +82,10 @@ def test_kernels_compile(case: str, compiled: Compile) -> None:
         assert kernel["shared"] <= SHARED_OF_A_BLOCK, kernel
     assert kernels[0]["exact_division"]
     if case not in ("groups of 8", "split heads and blocks"):
-        assert all(x["wide_loads"] for x in (*kernels[:2], kernels[4]))
+        # Load reads as many numbers as it writes, in fewer bytes.
+        assert kernels[0]["wide_loads"]
+        assert kernels[1]["wide_stores"]
+        assert kernels[4]["wide_loads"]
     if "float32" not in CASES[case]:
         assert all(x["tensor_cores"] for x in kernels[3:5])
 
@@ -122,3 +126,18 @@ def test_a_decode_step_of_bfloat16_spills_few_registers(case: str, compiled: Com
 def test_a_decode_step_over_latents_spills_where_care_is_needed(compiled: Compile) -> None:
     """Sums of 16 rows take 64 registers of a thread; a second look at NaN takes twice as many."""
     assert int(str(compiled(CASES["latents"])[4]["stack"])) < 512
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_storing_codes_divides_once_for_a_group(dtype: str, kind: str, compiled: Compile) -> None:
+    """A thread has at most two groups; a function for rare operands has a reciprocal of its own."""
+    kernel = compiled(f"--dtype {dtype} --kind {kind}")[0]
+    assert int(str(kernel["reciprocals"])) <= 3
+    assert kernel["stack"] == 0
+
+
+def test_devices_of_before_get_kernels_too(compiled: Compile) -> None:
+    kernels = compiled("--capability 80 --ratio 4 --kind int4")
+    assert all(x["tensor_cores"] for x in kernels[3:5])
+    assert all(int(str(x["shared"])) <= SHARED_OF_A_BLOCK_OF_BEFORE for x in kernels)

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvloom import KVView, ops
 from kvloom.errors import UnsupportedError
 from kvloom.ops import AttendedPart, Scores
+from kvloom.ops.impl.triton import configs
 
 pytestmark = kernels.pytestmark
 
@@ -189,3 +190,10 @@ def test_sizes_beyond_the_limits_are_refused(sizes: tuple[int, int]) -> None:
     most = f"latents up to 512 and rope keys up to 256 elements, got {sizes[0]} and {sizes[1]}; use 'auto'"
     with pytest.raises(UnsupportedError, match=f"'triton' attends to {most}"):
         attend(case)
+
+
+def test_latents_that_are_read_once_differ_by_rounding_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = latent_case(**SHORT, kind=BF16)
+    expected, pinned = attend(case), configs.pinned
+    monkeypatch.setattr(configs, "pinned", lambda x: pinned(x)._replace(reads_once=True))
+    torch.testing.assert_close(attend(case), expected, rtol=1e-5, atol=1e-6)

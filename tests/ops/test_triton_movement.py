@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
 from kvloom.core.entries import OF_BITS
+from kvloom.ops.impl.triton.configs import Tile, tuned
 
 pytestmark = kernels.pytestmark
 
@@ -35,6 +37,10 @@ KINDS = [
 QUANTS = [(8, False), (4, False), (4, True), (2, False), (2, True)]
 """Bits of codes, and whether they have the lowest number, too."""
 OF_QUANT = pytest.mark.parametrize(("bits", "full_range"), QUANTS, ids=["8", "4", "4-full", "2", "2-full"])
+
+
+LARGE = 1 << 14
+"""Numbers of a tile for as many, or more, of which the interpreter then runs few programs."""
 
 
 def store(
@@ -61,6 +67,12 @@ def copy(backend: str, source: KVView, source_slots: Tensor, target: KVView, tar
 
 def quantize_both(x: Tensor, quant: QuantSpec) -> None:
     """Store ``x``, ``[T, H, D]``, by both backends: the same codes, scales and values, bit for bit."""
+    large = tuned({}, Tile(LARGE, 2)) if kernels.INTERPRETED and x.numel() >= LARGE else nullcontext()
+    with large:
+        quantize_in_tiles(x, quant)
+
+
+def quantize_in_tiles(x: Tensor, quant: QuantSpec) -> None:
     spec = KVSpec(1, x.shape[1], x.shape[2], layout="B S H D", quant=quant)
     slots = torch.arange(x.shape[0])
     stored = {}

@@ -103,6 +103,8 @@ def store_step(
     """
     if kv.device.type not in DEVICES or not (is_eager(key) and isinstance(slots, Tensor)):
         return False
+    if triton.why_not_installed() is not None:
+        return False
     launch = kv.recall(_form_of_store(key, value, slots, full_range, transform))
     read = (key, slots) if value is None else (key, slots, value)
     if launch is None or not kv.lies_apart_from(*read):
@@ -124,6 +126,8 @@ def keep_store(
         return
     if key.ndim == 4 and 1 not in (key.shape[0], key.shape[2]):
         return
+    if triton.why_not_installed() is not None:
+        return
     operators: list[tuple[Any, ...]] = [("store", key, value, slots, *kv.tensors, full_range)]
     if transform:
         read = [x for x in (key, value) if x is not None]
@@ -139,6 +143,6 @@ def keep_store(
 def _form_of_store(
     key: Tensor, value: Tensor | None, slots: Tensor, full_range: bool, transform: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What is checked of the arguments of a store."""
+    """What is checked of the arguments of a store, and how its launches were chosen."""
     tensors = (key, value, slots, *transform[2:])
-    return full_range, transform[:2], *map(form_of, tensors)
+    return triton.module("configs").choice(), full_range, transform[:2], *map(form_of, tensors)

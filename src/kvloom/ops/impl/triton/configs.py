@@ -1,12 +1,14 @@
-"""Tile sizes and launch options of attention, pinned so that results are reproducible.
+"""Tile sizes and launch options, pinned so that results are reproducible.
 
-Others are used only within ``tuned``. Another tile changes the order of sums, so bits may change.
+Others are used only within ``tuned``. Another tile of attention changes the order of sums, so bits may
+change; another tile of moves does not.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,6 +22,8 @@ class Config(NamedTuple):
         num_warps: Warps of a program.
         num_stages: Number of tiles of tokens in flight.
         programs: Programs of each multiprocessor; items are distributed to them.
+        reads_once: Whether latents without scales are read once, as keys, and transposed to be values; so
+            are those of tiles of ``attend.LEAST_SHARED_ROWS`` rows and more.
     """
 
     rows: int
@@ -27,6 +31,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int
+    reads_once: bool = False
 
 
 class Case(NamedTuple):
@@ -52,7 +57,33 @@ class Case(NamedTuple):
 Tuned = Mapping[Case, Config]
 """Configurations that were measured on one device."""
 
-_TUNED: ContextVar[Tuned | None] = ContextVar("kvloom_tuned", default=None)
+
+class Tile(NamedTuple):
+    """What a program of ``store`` and ``load`` moves at once, and its warps.
+
+    Attributes:
+        numbers: Numbers of a tile, a power of two; at least a group, or a head vector without scales.
+        num_warps: Warps of a program.
+    """
+
+    numbers: int
+    num_warps: int
+
+
+MOVES: Final = Tile(1024, 2)
+"""Sixteen numbers for each thread, so that finding their places is a small part (decision 90)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What ``tuned`` chose. Launches that were prepared by another choice are not used."""
+
+    table: Tuned
+    moves: Tile
+
+
+PINNED: Final = Choice({}, MOVES)
+_CHOICE: ContextVar[Choice] = ContextVar("kvloom_choice", default=PINNED)
 
 MAX_SPLIT_ROWS: Final = 64
 """Maximum rows of a tile of few new tokens; more query heads of a key/value head are several tiles."""
@@ -60,7 +91,7 @@ MAX_SPLIT_ROWS: Final = 64
 
 def config_for(case: Case) -> Config:
     """The tuned configuration within ``tuned``, or else the pinned one."""
-    chosen = (_TUNED.get() or {}).get(case)
+    chosen = choice().table.get(case)
     return pinned(case) if chosen is None else chosen
 
 
@@ -92,14 +123,24 @@ def pinned(case: Case) -> Config:
     return Config(128, 64, 8, 3, 1) if case.bits else Config(64, 64, 4, 3, 2)
 
 
+def tile_of_moves() -> Tile:
+    """Tile of ``store`` and ``load``: that of ``tuned``, or else the pinned one."""
+    return choice().moves
+
+
+def choice() -> Choice:
+    """That of ``tuned``, or else the one that has pinned configurations alone."""
+    return _CHOICE.get()
+
+
 @contextmanager
-def tuned(table: Tuned) -> Iterator[None]:
-    """Context that uses ``table``, and pinned configurations for cases that it does not have."""
-    token = _TUNED.set(table)
+def tuned(table: Tuned, moves: Tile = MOVES) -> Iterator[None]:
+    """Context that uses ``table`` and ``moves``, and pinned configurations for cases that ``table`` lacks."""
+    token = _CHOICE.set(Choice(table, moves))
     try:
         yield
     finally:
-        _TUNED.reset(token)
+        _CHOICE.reset(token)
 
 
 def write_tuned(path: Path, device: str, table: Tuned) -> None:

@@ -1,4 +1,6 @@
-"""Fix of bfloat16 in Triton's interpreter, which truncates instead of rounding, and multiplies bits.
+"""Fixes of Triton's interpreter: it truncates to bfloat16 instead of rounding, and multiplies its bits.
+
+A comparison of scalars becomes a mask of integers, and a reduction that keeps NaN takes long.
 
 Importing this under ``TRITON_INTERPRET=1`` installs it, so that kernels need no special cases.
 """
@@ -7,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
 
 def to_float32(bits: Any) -> Any:
@@ -57,6 +59,21 @@ def install() -> None:
     def get_bf16(self: Any, value: float) -> Any:
         return TensorHandle(to_bfloat16(np.array([value], dtype=np.float32)), tl.bfloat16)
 
+    reduce = ReduceOps.apply_impl
+
+    def apply_impl(self: Any, parts: Any) -> Any:
+        if self.combine_fn.fn.__name__ == "larger":  # of numerics
+            return self.min_max(parts[0], val_reduce_op=np.max)
+        return reduce(self, parts)
+
+    ReduceOps.apply_impl = apply_impl
+    splat = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, kind: Any, x: Any) -> Any:
+        filled = splat(self, kind, x)
+        return TensorHandle(filled.data.astype(bool), tl.int1) if x.data.dtype == bool else filled
+
+    InterpreterBuilder.create_splat = create_splat
     InterpreterBuilder.get_bf16 = get_bf16
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp

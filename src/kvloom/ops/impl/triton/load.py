@@ -13,6 +13,7 @@ from kvloom.core.indexing import check_slots
 from kvloom.core.views import sides_of
 from kvloom.ops.impl import by_sequence
 from kvloom.ops.impl.triton import sides
+from kvloom.ops.impl.triton.configs import tile_of_moves
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, unpacked
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_vector
@@ -50,13 +51,11 @@ def load(
     keeps_value = value_cache is not None and value_scale is None and value_cache.dtype == dtype
     keys, key_form = arguments_of(key_side, as_bits=keeps_key)
     values, value_form = arguments_of(value_side, as_bits=keeps_value)
-    programs = num_programs(tokens, heads, key_form, value_form)
     with on_device(key_cache):
-        _load_kernel[(programs, 1 if value_cache is None else 2)](
+        _load_kernel[num_programs(tokens, key_form, value_form)](
             slots,
             slots.stride(0),
             tokens,
-            heads,
             num_repeat,
             key_cache.shape[:3].numel(),
             keys,
@@ -66,7 +65,7 @@ def load(
             KEY=key_form,
             VALUE=value_form,
             LARGEST=LARGEST.get(dtype, 0.0),
-            num_warps=4,
+            num_warps=tile_of_moves().num_warps,
             enable_fp_fusion=False,
             debug=True,  # keeps the assertion that a slot is in the cache
             sanitize_overflow=False,
@@ -91,7 +90,6 @@ def _load_kernel(
     slots,
     slots_stride,
     tokens,
-    heads,
     num_repeat,
     num_slots,
     keys,
@@ -102,10 +100,10 @@ def _load_kernel(
     VALUE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    if tl.program_id(1) == 0:
-        _load_rows(slots, slots_stride, tokens, heads, num_repeat, num_slots, keys, key, KEY, LARGEST)
+    if tl.program_id(2) == 0:
+        _load_rows(slots, slots_stride, tokens, num_repeat, num_slots, keys, key, KEY, LARGEST)
     elif values.cache is not None:
-        _load_rows(slots, slots_stride, tokens, heads, num_repeat, num_slots, values, value, VALUE, LARGEST)
+        _load_rows(slots, slots_stride, tokens, num_repeat, num_slots, values, value, VALUE, LARGEST)
 
 
 @triton.jit
@@ -113,7 +111,6 @@ def _load_rows(
     slots,
     slots_stride,
     tokens,
-    heads,
     num_repeat,
     num_slots,
     side,
@@ -123,8 +120,7 @@ def _load_rows(
 ):
     """Read the rows of one program, dequantize, and write each as often as heads are repeated."""
     CACHE: tl.constexpr = FORM.cache
-    token, head, group = rows_of(heads, FORM)
-    exists = token < tokens
+    token, head, group, exists = rows_of(tokens, FORM)
     slot = tl.load(slots + token * slots_stride, mask=exists, other=0).to(tl.int64)
     in_cache = (slot >= 0) & (slot < num_slots)
     tl.device_assert(in_cache, "slots must be in the cache")
@@ -144,6 +140,6 @@ def _load_rows(
         x = dequantized(unpacked(stored, FORM.bits), scale, dtype, FORM.largest_scale, LARGEST)
     number, is_there = numbers_of(group, FORM)
     for repeat in range(num_repeat):
-        vector = (token * heads + head) * num_repeat + repeat
+        vector = (token * FORM.heads + head) * num_repeat + repeat
         target = out + vector * (FORM.groups * FORM.group * FORM.per_element) + number
         tl.store(target, x, mask=kept & is_there)

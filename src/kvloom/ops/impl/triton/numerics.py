@@ -1,6 +1,7 @@
 """Device functions of ``quant/affine.py``: each step in float32, then rounded where the reference rounds.
 
-Quotients are divided (``div_rn``), never multiplied by a reciprocal, and ties round to even.
+Ties round to even. Quotients are divided (``div_rn``), but of 16-bit numbers by a scale of their dtype, see
+``quotients``.
 """
 
 from typing import Final
@@ -14,6 +15,7 @@ from kvloom.quant.affine import EPS
 
 # Adding and subtracting 1.5 * 2^23 rounds numbers below 2^22 to integers, ties to even.
 _ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
+_BITS_OF_ROUNDER: tl.constexpr = tl.constexpr(0x4B400000)  # of which the last byte is 0
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _EPS: tl.constexpr = tl.constexpr(EPS)
@@ -89,18 +91,35 @@ def clamped(x, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two numbers, NaN if one is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def largest_of(x, QMAX: tl.constexpr):
-    """Largest magnitude of each row of finite ``x``; with a negative QMAX the element that has it."""
-    if QMAX > 0:
-        return tl.max(tl.abs(x), axis=1, keep_dims=True)
-    top, bottom = tl.max(x, axis=1, keep_dims=True), tl.min(x, axis=1, keep_dims=True)
-    return tl.where(top >= -bottom, top, bottom)
+    """Largest magnitude of each row of ``x``, and whether the row, and so the magnitude, is finite.
+
+    With a negative QMAX the first is the element that has that magnitude; of two, the positive one.
+    """
+    largest = tl.reduce(tl.abs(x), 1, larger, keep_dims=True)
+    finite = is_finite(largest)
+    if QMAX < 0:
+        largest = tl.where(tl.max(x, axis=1, keep_dims=True) >= largest, largest, -largest)
+    return largest, finite
 
 
 @triton.jit
 def scale_of(largest, dtype: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr):
-    """Scale of groups with these largest elements, in the dtype of the input, as float32."""
-    quotient = tl.div_rn(largest, tl.full(largest.shape, QMAX, tl.float32))
+    """Scale of groups with these largest elements, in the dtype of the input, as float32.
+
+    As with ``quotients``, a product rounds to 16 bits as the quotient does: QMAX is odd and has fewer bits
+    than these dtypes, or it is a power of two.
+    """
+    if dtype == tl.float32:
+        quotient = tl.div_rn(largest, tl.full(largest.shape, QMAX, tl.float32))
+    else:
+        quotient = largest * (1.0 / QMAX)
     scale = rounded(quotient, dtype)
     return tl.where(tl.abs(scale) < LEAST, LEAST, scale)
 
@@ -122,15 +141,38 @@ def length_kept(x, largest, scale, finite, LEAST: tl.constexpr):
 
 
 @triton.jit
+def quotients(x, scale, dtype: tl.constexpr):
+    """``x / scale`` rounded to ``dtype``, which both have, in float32; ``scale`` is at least ``LEAST_SCALE``.
+
+    With 16 bits this is one division for each scale. Let both have n significant bits. What lies halfway
+    between two results has n + 1, and times the scale it is no x: multiples of an odd number of n + 1 bits
+    have more than n. So a quotient differs from it by at least one part in ``(2^(n+1) - 1) * (2^n - 1)``,
+    which is more than the rounding of the reciprocal and of the product, 2^-24 each. Ties do not occur, so
+    adding half of the last bit that is kept rounds. Results below the normal numbers of float16 keep more
+    bits than float16 has, but their codes are 0.
+    """
+    if dtype == tl.float32:
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    DROPPED: tl.constexpr = 16 if dtype == tl.bfloat16 else 13
+    near = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    bits = near.to(tl.int32, bitcast=True) + (1 << (DROPPED - 1))
+    return (bits & -(1 << DROPPED)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def code_of(x, scale, finite, dtype: tl.constexpr, QMAX: tl.constexpr, BITS: tl.constexpr):
-    """Codes of ``x``, int32; 0 where its group is not finite."""
+    """Codes of ``x`` in the last bits of each int32; 0 where its group is not finite."""
     if BITS == 2:
         code = (tl.abs(x) >= 2 * scale).to(tl.int32) ^ (x.to(tl.int32, bitcast=True) >> 31)
         return tl.where(finite, code, 0)
-    quotient = rounded(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), dtype)
-    quotient = tl.minimum(quotient, 7.0) if QMAX < 0 else clamped(quotient, QMAX)
-    code = tl.where(finite, quotient, 0.0)
-    return ((code + _ROUNDER) - _ROUNDER).to(tl.int32)
+    code = (quotients(x, scale, dtype) + _ROUNDER).to(tl.int32, bitcast=True)
+    if BITS == 8:
+        code = tl.maximum(code, _BITS_OF_ROUNDER - tl.where(finite, QMAX, 0))
+        return tl.minimum(code, _BITS_OF_ROUNDER + tl.where(finite, QMAX, 0))
+    # A rounded scale of 4 bits is so near that no quotient rounds to more than 7, or to less than -8.
+    if QMAX < 0:
+        code = tl.minimum(code, _BITS_OF_ROUNDER + 7)
+    return code & tl.where(finite, 0xF, 0)
 
 
 @triton.jit

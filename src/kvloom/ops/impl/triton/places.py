@@ -65,11 +65,12 @@ def describe(x: Tensor | None, bits: bool = False) -> tuple[View | None, Shape]:
 @triton.jit
 def place_of_vector(view, slot, head, SHAPE: tl.constexpr):
     """Offset of a head vector."""
-    slot, head = _of_offsets(slot, SHAPE), _of_offsets(head, SHAPE)
-    within = slot % (SHAPE.outer * SHAPE.inner)
-    block = slot // (SHAPE.outer * SHAPE.inner)
-    in_block = within // SHAPE.inner * view.outer + within % SHAPE.inner * view.inner
-    return block * view.block + in_block + head * view.head
+    # Unsigned numbers are divided by fewer instructions.
+    unsigned = slot.to(tl.uint64 if SHAPE.is_wide else tl.uint32)
+    block = _of_offsets(unsigned // (SHAPE.outer * SHAPE.inner), SHAPE)
+    within = unsigned % (SHAPE.outer * SHAPE.inner)
+    outer, inner = _of_offsets(within // SHAPE.inner, SHAPE), _of_offsets(within % SHAPE.inner, SHAPE)
+    return block * view.block + outer * view.outer + inner * view.inner + _of_offsets(head, SHAPE) * view.head
 
 
 @triton.jit

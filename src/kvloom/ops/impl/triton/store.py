@@ -15,11 +15,11 @@ from kvloom.core.entries import OF_BITS
 from kvloom.core.indexing import check_slots
 from kvloom.core.views import Side, sides_of
 from kvloom.ops.impl.triton import sides
+from kvloom.ops.impl.triton.configs import tile_of_moves
 from kvloom.ops.impl.triton.launching import Launcher, on_device
 from kvloom.ops.impl.triton.numerics import (
     LEAST_SCALE,
     code_of,
-    is_finite,
     largest_of,
     length_kept,
     packed,
@@ -90,14 +90,14 @@ class StoreLaunch:
         key_side, value_side = sides_of(key_cache, value_cache, key_scale, value_scale)
         self._key, keys, key_form = _side(key_side, dtype)
         self._value, values, value_form = _side(value_side, dtype)
-        self._heads, self._forms = key_cache.shape[3], (key_form, value_form)
+        self._forms = key_form, value_form
         self._caches = key_cache.shape[:3].numel(), keys, values, LEAST_SCALE.get(dtype, 0.0)
         self._constants = (
             key_form, value_form, _qmax(key_form, full_range), _qmax(value_form, full_range), full_range,
         )  # fmt: skip
         self._launch = Launcher(
             _store_kernel,
-            num_warps=4,
+            num_warps=tile_of_moves().num_warps,
             enable_fp_fusion=False,
             debug=True,  # keeps the assertion that a slot is in the cache
             sanitize_overflow=False,
@@ -108,10 +108,9 @@ class StoreLaunch:
         tokens, (num_slots, keys, values, least_scale) = slots.numel(), self._caches
         slot_stride = slots.stride(0 if slots.ndim == 1 or slots.shape[1] == 1 else 1)
         new_value = None if value is None else self._new(value, self._value)
-        programs = num_programs(tokens, self._heads, *self._forms)
         with on_device(key):
             self._launch(
-                (programs, 1 if value is None else 2, 1), slots, slot_stride, tokens, self._heads, num_slots,
+                num_programs(tokens, *self._forms), slots, slot_stride, tokens, num_slots,
                 self._new(key, self._key), new_value, keys, values, least_scale, *self._constants,
             )  # fmt: skip
 
@@ -156,7 +155,6 @@ def _store_kernel(
     slots,
     slots_stride,
     tokens,
-    heads,
     num_slots,
     key,
     value,
@@ -169,23 +167,11 @@ def _store_kernel(
     VALUE_QMAX: tl.constexpr,
     FULL_RANGE: tl.constexpr,
 ):
-    if tl.program_id(1) == 0:
-        _store_rows(
-            slots, slots_stride, tokens, heads, num_slots, key, keys, least_scale, KEY, KEY_QMAX, FULL_RANGE
-        )
+    if tl.program_id(2) == 0:
+        _store_rows(slots, slots_stride, tokens, num_slots, key, keys, least_scale, KEY, KEY_QMAX, FULL_RANGE)
     elif value is not None:
         _store_rows(
-            slots,
-            slots_stride,
-            tokens,
-            heads,
-            num_slots,
-            value,
-            values,
-            least_scale,
-            VALUE,
-            VALUE_QMAX,
-            FULL_RANGE,
+            slots, slots_stride, tokens, num_slots, value, values, least_scale, VALUE, VALUE_QMAX, FULL_RANGE
         )
 
 
@@ -194,7 +180,6 @@ def _store_rows(
     slots,
     slots_stride,
     tokens,
-    heads,
     num_slots,
     new,
     side,
@@ -203,19 +188,18 @@ def _store_rows(
     QMAX: tl.constexpr,
     FULL_RANGE: tl.constexpr,
 ):
-    """Read the rows of one program, quantize and write them."""
+    """Read the rows of one program, beside their slots, quantize and write them."""
     CACHE: tl.constexpr = FORM.cache
-    token, head, group = rows_of(heads, FORM)
-    exists = token < tokens
+    token, head, group, exists = rows_of(tokens, FORM)
     slot = tl.load(slots + token * slots_stride, mask=exists, other=-1).to(tl.int64)
     tl.device_assert(slot < num_slots, "slots must be in the cache")
-    kept = exists & (slot >= 0) & (slot < num_slots)
+    kept = (slot >= 0) & (slot < num_slots)
     element, in_group = elements_of(group, FORM)
-    source = new.data + token * new.token + head * new.head
+    source = new.data + token * new.token + head.to(tl.int64) * new.head
     place = place_of_vector(side.cache, slot, head, CACHE)
     target = side.cache.data + place + place_of_element(side.cache, element, CACHE)
     if FORM.bits == 0:
-        x = tl.load(source + element * new.element, mask=kept & in_group)
+        x = tl.load(source + element.to(tl.int64) * new.element, mask=exists & in_group)
         if x.dtype != target.dtype.element_ty:
             x = x.to(tl.float32).to(target.dtype.element_ty)
         tl.store(target, x, mask=kept & in_group)
@@ -223,9 +207,9 @@ def _store_rows(
         dtype: tl.constexpr = new.data.dtype.element_ty
         SCALE: tl.constexpr = FORM.scale
         number, is_there = numbers_of(group, FORM)
-        x = tl.load(source + number * new.element, mask=kept & is_there, other=0.0).to(tl.float32)
-        finite = tl.max((~is_finite(x)).to(tl.int32), axis=1, keep_dims=True) == 0
-        largest = largest_of(tl.where(is_finite(x), x, 0.0), QMAX)
+        read = tl.load(source + number.to(tl.int64) * new.element, mask=exists & is_there, other=0.0)
+        x = read.to(tl.float32)
+        largest, finite = largest_of(x, QMAX)
         scale = scale_of(largest, dtype, QMAX, least_scale)
         code = code_of(x, scale, finite, dtype, QMAX, FORM.bits)
         if FORM.bits == 2 and FULL_RANGE:

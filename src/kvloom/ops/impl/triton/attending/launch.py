@@ -191,6 +191,7 @@ class AttendLaunch:
     def _tiles(self, config: Config, dtype: torch.dtype, device: torch.device, *, is_split: bool) -> _Tiles:
         kind, shape, formula = self._kind, self._shape, self._formula
         value_form = kind.few_values if is_split else kind.many_values
+        is_shared = config.reads_once or config.rows >= LEAST_SHARED_ROWS
         forms: Any = [form for form in (kind.key, kind.rope, value_form) if form is not None]
         form = AttendForm(
             key_side=kind.key,
@@ -203,7 +204,7 @@ class AttendLaunch:
             has_softcap=formula.softcap != 0.0,
             pairs=formula.pairs,
             is_split=is_split,
-            reads_once=kind.rope is not None and kind.key.bits == 0 and config.rows >= LEAST_SHARED_ROWS,
+            reads_once=kind.rope is not None and kind.key.bits == 0 and is_shared,
             token_axis=0 if config.rows < LEAST_WIDTH else 1,
             rows=config.rows,
             tokens=config.tokens,

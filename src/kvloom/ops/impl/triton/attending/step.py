@@ -16,6 +16,7 @@ from kvloom.ops.impl.triton.attending.attend import bias_of, launch_of, outputs
 from kvloom.ops.impl.triton.attending.cache import CacheKind, CacheViews, describe_cache
 from kvloom.ops.impl.triton.attending.launch import AttendLaunch, Formula
 from kvloom.ops.impl.triton.attending.plan import Lengths
+from kvloom.ops.impl.triton.configs import choice
 from kvloom.ops.scores import Batch, Scores
 
 
@@ -63,8 +64,8 @@ def attend_step(
     tensors = (query, sinks) if bias is None else (query, sinks, bias.coefficients, bias.frequencies)
     skip, prior = (None, ()) if part is None else part
     key = (
-        kind, views.num_slots, scale, scores.is_causal, scores.window, scores.softcap, part is None, skip,
-        *map(form_of, tensors), *map(form_of, prior),
+        choice(), kind, views.num_slots, scale, scores.is_causal, scores.window, scores.softcap,
+        part is None, skip, *map(form_of, tensors), *map(form_of, prior),
     )  # fmt: skip
     launch = batch.recall(key)
     if launch is None:
