@@ -75,6 +75,10 @@ class Doubled(nn.Linear):
         return output * self.factor
 
 
+def _twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.strength and super(type(self), self).forward(*args, **kwargs)
+
+
 class Plain(nn.Linear):
     """A layer with the ``forward`` of its parent."""
 
@@ -224,6 +228,32 @@ def test_a_hook_of_all_modules_has_another_name() -> None:
     finally:
         handle.remove()
     assert watch.state() == ""
+
+
+@pytest.mark.parametrize("change", ["hook", "attribute", "class"])
+def test_what_a_model_and_its_child_both_have_is_seen_in_each(change: str) -> None:
+    """The child of most models is called ``model``, as the model itself is in messages."""
+    model: Any = make_model()
+    watched: list[nn.Module] = [model, model.model]
+
+    def make(part: Any, strength: float) -> None:
+        if change == "hook":
+            part.register_forward_pre_hook(functools.partial(print, strength))
+        elif change == "attribute":
+            part.strength = strength
+        else:
+            part.__class__ = type("Own", (type(part),), {"strength": strength, "forward": _twice})
+
+    for part in watched:
+        make(part, 1.0)
+    watch, digests = ModelWatch(model), {behavior_digest(model)}
+    before = watch.state()
+    for part in watched:
+        make(part, 2.0)
+        assert watch.state() != before
+        before = watch.state()
+        digests.add(behavior_digest(model))
+    assert len(digests) == 3
 
 
 def test_another_function_of_torch_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

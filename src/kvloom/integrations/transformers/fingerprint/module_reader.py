@@ -5,7 +5,6 @@ closures and globals.
 """
 
 import hashlib
-import logging
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,37 +30,17 @@ from kvloom.integrations.transformers.fingerprint.reading import (
     registered,
     slots_of,
 )
+from kvloom.integrations.transformers.fingerprint.unread import UNWATCHED, is_inert
 from kvloom.integrations.transformers.invariance.layers import Invariant, names_in
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.models.remembered import remembered_names
 from kvloom.integrations.transformers.models.rope import has_dynamic_rope
 
+_ROOT: Final = "model"
+"""Path of the model itself; those of its modules begin with it, so that a child of this name has another."""
 _BASE: Final = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _CHILDREN: Final = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
-_UNWATCHED: Final = frozenset(
-    {
-        "_experts_implementation_internal",  # changes rounding alone
-        "_commit_hash",
-        "_output_attentions",
-        "_output_capturing_hooks_installed",
-        "generation_config",
-        "gradient_checkpointing",
-        "loss_type",
-        "max_seq_len_cached",  # set by dynamic RoPE, whose frequencies are a part of the scope
-        "name_or_path",
-        "prepare_inputs_for_generation",  # set by a PeftModel while it generates
-        "_name_or_path",
-        "transformers_version",
-        "use_cache",
-        "warnings_issued",
-        "_is_hf_initialized",
-    }
-)
-_INERT: Final = ("kvloom.", "transformers.generation.")
-"""Packages of classes whose objects do not change what a model computes."""
-_CHANGING: Final = "kvloom.measuring."
-"""Exception within these packages: its hooks change what a model computes."""
 _PUBLISHED: Final = ("transformers.", "torch.")
 """Packages whose functions are identified by their names."""
 _INTACT: Final = (*_PUBLISHED, "kvloom.")
@@ -121,15 +100,16 @@ class ModuleReader:
 
     def read_model(self, model: nn.Module) -> Iterator[tuple[str, str]]:
         """Paths and texts of all modules."""
-        modules = dict(model.named_modules())
-        self._texts = {id(module): f"<{path or 'model'}>" for path, module in modules.items()}
+        modules = {f"{_ROOT}.{path}" if path else _ROOT: module for path, module in model.named_modules()}
+        self._texts = {id(module): f"<{path}>" for path, module in modules.items()}
+        self.getters.append(partial(map, type, modules.values()))
         for path, module in modules.items():
-            yield from self._module(path or "model", module)
+            yield from self._module(path, module)
         for name in _OF_ALL:
             hooks = getattr(nn.modules.module, name)
             self.containers.append(hooks)
             self._watch_keys(hooks, [*hooks])
-            texts = [self._text(x, 0) for x in hooks.values() if not _is_inert(x)]
+            texts = [self._text(x, 0) for x in hooks.values() if not is_inert(x)]
             yield from [(f"every module.{name}", ", ".join(texts))] if texts else []
         called = self._named_in(vars(nn.functional), _CALLED)
         for name, function in zip(_CALLED, called, strict=True):
@@ -165,7 +145,7 @@ class ModuleReader:
                 child = children[key]
                 if "hooks" not in name:
                     yield from self._named(f"{path}.{key}", key, child)
-                elif not (_is_inert(child) or module_of(child).startswith("transformers.")):
+                elif not (is_inert(child) or module_of(child).startswith("transformers.")):
                     # Named by its index, since the key of a hook differs between processes.
                     yield f"{path}.{name}.{keys.index(key)}", self._text(child, 0)
 
@@ -179,7 +159,7 @@ class ModuleReader:
         ):
             return True
         is_pruned = f"{name}_orig" in module._parameters  # made of that in each forward
-        if is_pruned or name in _UNWATCHED or name in remembered_names(module):
+        if is_pruned or name in UNWATCHED or name in remembered_names(module):
             return True
         is_rope = name.endswith("inv_freq") and not name.endswith("original_inv_freq")
         return is_rope and has_dynamic_rope(module)
@@ -189,7 +169,7 @@ class ModuleReader:
             self._texts[id(value)] = f"<{path}>"
             self._kept.append(value)
             known = vars(value)
-            names = [key for key in known if key not in _UNWATCHED]
+            names = [key for key in known if key not in UNWATCHED]
             self.containers.append(known)
             self._watch_keys(known, names)
             for key in names:
@@ -216,7 +196,7 @@ class ModuleReader:
             return self._texts[id(value)]
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if _is_inert(value) or (not self._has_tensors and isinstance(value, PretrainedConfig)):
+        if is_inert(value) or (not self._has_tensors and isinstance(value, PretrainedConfig)):
             return ""
         if depth >= _DEPTH:
             return f"<{type(value).__qualname__}>"
@@ -334,7 +314,7 @@ class ModuleReader:
         for owner in owners:
             known, is_library = vars(owner), f"{owner.__module__}.".startswith(_INTACT)
             own = sorted(known if is_library else names & known.keys())
-            own = [x for x in own if is_member(x, known[x]) and x not in _UNWATCHED]
+            own = [x for x in own if is_member(x, known[x]) and x not in UNWATCHED]
             self.containers.append(known)
             self._watch_keys(known, own)
             for name in own:
@@ -353,7 +333,7 @@ class ModuleReader:
             members += "".join(f", {x}={self._text(getattr(value, x), depth + 1)}" for x in slots)
         if known is None:
             return f"<{kind.__qualname__}{self._number(value)}{members}>"
-        names = [name for name in known if name not in _UNWATCHED]
+        names = [name for name in known if name not in UNWATCHED]
         self.containers.append(known)
         self._watch_keys(known, names)
         texts = (f"{name}={self._text(known[name], depth + 1)}" for name in sorted(names))
@@ -391,10 +371,3 @@ def _is_read(kind: type) -> bool:
     """Whether members of a class may change what a module computes."""
     home = f"{kind.__module__}."
     return home.startswith(_MODELS) or not home.startswith(_INTACT)
-
-
-def _is_inert(value: Any) -> bool:
-    home = f"{type(value).__module__}."
-    if isinstance(value, logging.Logger):  # remembers which levels it was asked for
-        return True
-    return home.startswith(_INERT) and not home.startswith(_CHANGING)
