@@ -31,6 +31,7 @@ from kvloom.integrations.transformers.fingerprint.reading import (
     slots_of,
 )
 from kvloom.integrations.transformers.fingerprint.unread import UNWATCHED, is_inert
+from kvloom.integrations.transformers.invariance.install import CHANGES, varies_in_attention
 from kvloom.integrations.transformers.invariance.layers import Invariant, names_in
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.models.remembered import remembered_names
@@ -121,6 +122,10 @@ class ModuleReader:
         """Paths and texts of a module, which is a part of the model or, say, of one of its hooks."""
         known, is_weightless = vars(module), is_part and not self._has_tensors
         yield path, self._kind(type(module))
+        if CHANGES in known:
+            self.getters.append(lambda: (varies_in_attention(module),))
+            if varies_in_attention(module):
+                yield f"{path}.attention", "not batch invariant, as the layers are"
         if isinstance(module, PackedOnly) and self._opaque is not None:  # its weight is no parameter
             yield f"{path}.packed", self._number(module.packed)
         own = [name for name in known if name not in _BASE and not self._is_ignored(module, name)]

@@ -57,13 +57,13 @@ class PoolModel:
     Args:
         model: A ``PreTrainedModel``.
         wish: Changes of its layers, until ``release`` or until this object is collected.
-        is_in_place: Whether it must attend in place until then.
+        is_in_place: Whether it must attend in place until then, as where ``wish`` is of attention.
     """
 
     def __init__(self, model: Any, wish: Wish, is_in_place: bool = False) -> None:
         holder = f"pool {id(self)}"
         hold_layers(model, holder, wish)
-        if is_in_place:
+        if is_in_place or wish.attention:
             hold_attention(model, holder)
         watch_inputs(model)
         self.guard = PairGuard(model)

@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from kvloom.caches.tensors.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.attention.held import attending_in_place
 from kvloom.integrations.transformers.attention.latents import expect_absorbed
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.trial import trial_of
@@ -170,16 +171,17 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         if self._lent is not None:
             self._lent.begin()
         hold_layers(model, self._holder, self._wish)
-        if not hasattr(self, "_watch"):
-            self._watch = ModelWatch(model)  # made after the layers were changed for the session
         before = model.config._attn_implementation
-        if before != IMPLEMENTATION:
+        with attending_in_place(model, self._holder):  # it agrees with attention of steps
             self._identify(model)
-            model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(IMPLEMENTATION)
+        if before != IMPLEMENTATION:
             self._original_attn_impl = before
 
     def _identify(self, model: Any) -> None:
-        """Identify the model for a store, while it still has its own attention."""
+        """Identify the model as steps compute it, for its watch and for a store."""
+        if not hasattr(self, "_watch"):
+            self._watch = ModelWatch(model)
         state = self._watch.state()
         if self._store is not None and (self._identity is None or self._identity[0] != state):
             from kvloom.integrations.transformers.pool.identity import identify
