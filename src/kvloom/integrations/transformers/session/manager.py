@@ -24,8 +24,10 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
+from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import has_latents, only_head_dims, text_config_of
+from kvloom.integrations.transformers.pool.configured import expect_same_layers
 from kvloom.integrations.transformers.pool.states import PoolStates, expect_interval, least_bytes
 from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
@@ -168,6 +170,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the attention that reads these pages; ``stop`` restores the one before."""
         model = model.attending if isinstance(model, Attending) else model
+        present = [x for x in layers_of(model) if x.number in self._layers]
+        expect_same_layers([*self._layers.values()], present, "session")
         if self._lent is not None:
             self._lent.begin()
         hold_layers(model, self._holder, self._wish)
