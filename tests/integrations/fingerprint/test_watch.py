@@ -267,6 +267,26 @@ def test_another_function_of_torch_has_another_name(monkeypatch: pytest.MonkeyPa
     assert watch.state() == ""
 
 
+@pytest.mark.parametrize("name", ["rsqrt", "cat", "Tensor.cos", "Tensor.pow"])
+def test_another_function_that_a_model_calls_has_another_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of one of torch's, or of a method of its tensors that they have from their parent."""
+    model = make_model()
+    watch, digest = ModelWatch(model), behavior_digest(model)
+    *space, called = name.split(".")
+    with monkeypatch.context() as patch:
+        owner = torch.Tensor if space else torch
+        before = getattr(owner, called)
+        patch.setattr(owner, called, lambda *args, **kwargs: before(*args, **kwargs) * 2)
+        assert watch.quick_state() == watch.state() != ""
+        assert behavior_digest(model) != digest
+    assert watch.state() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cholesky", lambda x: x)  # which it does not call
+        assert watch.state() == ""
+
+
 def test_a_pruned_model_leaves_its_name() -> None:
     model = nn.Linear(4, 4)
     nn.utils.prune.l1_unstructured(model, "weight", 0.5)

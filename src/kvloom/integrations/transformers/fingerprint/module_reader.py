@@ -52,7 +52,13 @@ _MODELS: Final = (_SEARCHED, "torch.nn.modules.")
 """Packages of libraries whose classes compute."""
 _OF_ALL: Final = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _CALLED: Final = ("embedding", "gelu", "linear", "scaled_dot_product_attention", "silu", "softmax")
-"""Functions of ``torch.nn.functional`` that models call, and for which others are put in their place."""
+"""Functions of ``torch.nn.functional`` that models call, also by the functions of other packages."""
+_SPACES: Final = {
+    "torch": vars(torch),
+    "torch.nn.functional": vars(nn.functional),
+    "torch.Tensor": vars(torch.Tensor),
+}
+"""Where torch's functions are looked for, among which others may take their place."""
 _OF_TORCH: Final = ("torch.", "builtins.", "kvloom.")
 _EXACT_ATTENTION: Final = re.compile(r"(paged\|)?(eager|sdpa|flash_|flex_|flashinfer|kvloom)")
 _ATTENTION: Final = "_attn_implementation_internal"
@@ -96,6 +102,7 @@ class ModuleReader:
         self._has_tensors = has_tensors
         self._opaque = opaque
         self._searched: set[int] = set()  # functions of libraries
+        self._called = set(_CALLED)  # names in these functions
         self._texts: dict[int, str] = {}  # texts of objects that were read, by their ids
         self._kept: list[Any] = []  # keeps these objects alive, so that their ids stay unique
 
@@ -112,11 +119,14 @@ class ModuleReader:
             self._watch_keys(hooks, [*hooks])
             texts = [self._text(x, 0) for x in hooks.values() if not is_inert(x)]
             yield from [(f"every module.{name}", ", ".join(texts))] if texts else []
-        called = self._named_in(vars(nn.functional), _CALLED)
-        for name, function in zip(_CALLED, called, strict=True):
-            is_same = getattr(function, "__name__", "") == name
-            if not (is_same and module_of(function).startswith(_OF_TORCH)):
-                yield f"torch.nn.functional.{name}", self._text(function, 0)
+        for path, known in _SPACES.items():
+            self.containers.append(known)
+            called = [x for x in sorted(self._called & known.keys()) if not isinstance(known[x], type)]
+            self._watch_keys(known, called)
+            for name, function in ((x, known[x]) for x in called):
+                is_same = name not in _CALLED or getattr(function, "__name__", "") == name
+                if not (is_same and module_of(function).startswith(_OF_TORCH)):
+                    yield f"{path}.{name}", self._text(function, 0)
 
     def _module(self, path: str, module: nn.Module, is_part: bool = True) -> Iterator[tuple[str, str]]:
         """Paths and texts of a module, which is a part of the model or, say, of one of its hooks."""
@@ -295,6 +305,7 @@ class ModuleReader:
         if id(function) in self._searched:
             return []
         self._searched.add(id(function))
+        self._called |= names_in(function.__code__)
         known, found = function.__globals__, []
         called = [x for x in sorted(names_in(function.__code__)) if is_function(known.get(x))]
         self._watch_keys(known, called)
@@ -316,6 +327,7 @@ class ModuleReader:
             names |= new
             members = [vars(owner)[x] for owner in owners for x in sorted(new) if x in vars(owner)]
             new = set().union(*(names_in(x.__code__) for x in map(function_in, members) if x)) - names
+        self._called |= names
         for owner in owners:
             known, is_library = vars(owner), f"{owner.__module__}.".startswith(_INTACT)
             own = sorted(known if is_library else names & known.keys())
