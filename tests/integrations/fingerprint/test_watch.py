@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import logging
@@ -218,6 +219,30 @@ def test_a_weight_of_a_hook_is_part_of_its_behavior() -> None:
         model.register_forward_hook(lambda module, args, output, coder=coder: coder(output))
         digests.add(behavior_digest(model))
     assert len(digests) == 2
+
+
+def test_a_hook_that_is_given_names_is_another() -> None:
+    model = nn.Linear(4, 4)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        return None if kwargs is None else (args, {})
+
+    handle = model.register_forward_pre_hook(hook)
+    watch, digest = ModelWatch(model), behavior_digest(model)
+    handle.remove()
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    assert watch.state() != "" and behavior_digest(model) != digest
+    handle.remove()
+    model.register_forward_pre_hook(hook)
+    assert watch.state() == "" and behavior_digest(model) == digest
+
+
+def test_what_a_hook_reads_in_a_queue_is_seen() -> None:
+    model, strengths = nn.Linear(4, 4), collections.deque([1.0])
+    model.register_forward_hook(lambda module, args, output: output * strengths[0])
+    watch = ModelWatch(model)
+    strengths[0] = 2.0
+    assert watch.quick_state() != ""
 
 
 def test_a_hook_of_all_modules_has_another_name() -> None:

@@ -7,6 +7,7 @@ closures and globals.
 import hashlib
 import re
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -50,6 +51,8 @@ _SEARCHED: Final = "transformers.models."
 """Package whose functions are searched for others that took the place of those that they call."""
 _MODELS: Final = (_SEARCHED, "torch.nn.modules.")
 """Packages of libraries whose classes compute."""
+_WITH_NAMES: Final = "_with_kwargs"
+"""End of the name of the hooks that are given arguments by their names."""
 _OF_ALL: Final = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _CALLED: Final = ("embedding", "gelu", "linear", "scaled_dot_product_attention", "silu", "softmax")
 """Functions of ``torch.nn.functional`` that models call, also by the functions of other packages."""
@@ -117,7 +120,8 @@ class ModuleReader:
             hooks = getattr(nn.modules.module, name)
             self.containers.append(hooks)
             self._watch_keys(hooks, [*hooks])
-            texts = [self._text(x, 0) for x in hooks.values() if not is_inert(x)]
+            named = getattr(nn.modules.module, f"{name}{_WITH_NAMES}", ())
+            texts = [self._hook(x, key in named) for key, x in hooks.items() if not is_inert(x)]
             yield from [(f"every module.{name}", ", ".join(texts))] if texts else []
         for path, known in _SPACES.items():
             self.containers.append(known)
@@ -162,7 +166,12 @@ class ModuleReader:
                     yield from self._named(f"{path}.{key}", key, child)
                 elif not (is_inert(child) or module_of(child).startswith("transformers.")):
                     # Named by its index, since the key of a hook differs between processes.
-                    yield f"{path}.{name}.{keys.index(key)}", self._text(child, 0)
+                    is_named = key in known[f"{name}{_WITH_NAMES}"]
+                    yield f"{path}.{name}.{keys.index(key)}", self._hook(child, is_named)
+
+    def _hook(self, hook: Any, is_named: bool) -> str:
+        """Description of a hook, and of whether it is given arguments by their names, too."""
+        return self._text(hook, 0) + " with names" * is_named
 
     def _is_ignored(self, module: nn.Module, name: Any) -> bool:
         if not isinstance(name, str):
@@ -227,7 +236,7 @@ class ModuleReader:
         """Description of the parts of an object."""
         if isinstance(value, nn.Module):  # one that is no child of the model
             return "; ".join(f"{path} {text}" for path, text in self._module("module", value, is_part=False))
-        if isinstance(value, (list, tuple, set, frozenset, dict)):
+        if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             return self._container(value, depth)
         if isinstance(value, types.MethodType):
             return f"{self._text(value.__func__, depth + 1)} of {self._text(value.__self__, depth + 1)}"
