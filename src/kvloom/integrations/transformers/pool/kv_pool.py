@@ -343,7 +343,8 @@ class KVPool(Recorder, Shown):
         """Let later caches find the full pages of this one, under the salt and content with which it began.
 
         Pages are not shared, and a warning says so once, if the tokens were computed in several states of the
-        model or in training mode, or were assigned.
+        model or in training mode, or were assigned. Of a cache without tokens, as of a text that broke off
+        before its first forward, nothing is shared.
 
         Args:
             cache: A cache made by ``begin``.
@@ -374,6 +375,8 @@ class KVPool(Recorder, Shown):
                 _LOG.warning("pages of a cache are not shared: %s", refusal)
             return
         rows = rows_of(cache, input_ids)
+        if not cache.begins:  # nothing was computed
+            return
         self._follow_state(origin.state)
         self._prefixes.commit(cache, rows)
         if self._encoders is not None:
