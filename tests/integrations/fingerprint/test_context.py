@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from oracles.changes import put
 from oracles.stateful_models import stateful_model
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvloom import continuous_batching
@@ -86,7 +89,39 @@ def flags(name: str, value: bool) -> Setting:
     return lambda: torch.backends.mkldnn.flags(**{"enabled": True, name: value})
 
 
+class OfFunctions(TorchFunctionMode):
+    """A mode of somebody's, in which linear layers give more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 1.5 if func is torch.nn.functional.linear else found
+
+
+class OfOperators(TorchDispatchMode):
+    """The same of products."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return found * 1.5 if is_product else found
+
+
+@contextmanager
+def another_operator() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it takes the place of torch's
+        library.impl("silu", torch.relu, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
 SETTINGS: dict[str, Setting] = {
+    "a mode of functions": OfFunctions,
+    "a mode of operators": OfOperators,
+    "another operator": another_operator,
     "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
     "autocast without cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
@@ -180,7 +215,8 @@ def test_a_setting_that_changes_a_bit_is_a_state_of_its_own(name: str) -> None:
                     assert Context({"cpu"}).text() != "", setting
             assert watch.quick_state() == watch.state() == "", setting
         assert are_same(kept(model), expected)
-    assert "autocast to float16" in changing
+    assert {"autocast to float16", "a mode of operators"} <= changing
+    assert {"a mode of functions", "another operator"} <= changing or name != "Llama"
     assert Context({"cpu", "cuda"}).text() == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import logging
@@ -73,6 +74,10 @@ class Doubled(nn.Linear):
     def scaled(self, output: Any) -> Any:
         """Output by the attribute of the class."""
         return output * self.factor
+
+
+def _twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.strength and super(type(self), self).forward(*args, **kwargs)
 
 
 class Plain(nn.Linear):
@@ -216,6 +221,30 @@ def test_a_weight_of_a_hook_is_part_of_its_behavior() -> None:
     assert len(digests) == 2
 
 
+def test_a_hook_that_is_given_names_is_another() -> None:
+    model = nn.Linear(4, 4)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        return None if kwargs is None else (args, {})
+
+    handle = model.register_forward_pre_hook(hook)
+    watch, digest = ModelWatch(model), behavior_digest(model)
+    handle.remove()
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    assert watch.state() != "" and behavior_digest(model) != digest
+    handle.remove()
+    model.register_forward_pre_hook(hook)
+    assert watch.state() == "" and behavior_digest(model) == digest
+
+
+def test_what_a_hook_reads_in_a_queue_is_seen() -> None:
+    model, strengths = nn.Linear(4, 4), collections.deque([1.0])
+    model.register_forward_hook(lambda module, args, output: output * strengths[0])
+    watch = ModelWatch(model)
+    strengths[0] = 2.0
+    assert watch.quick_state() != ""
+
+
 def test_a_hook_of_all_modules_has_another_name() -> None:
     watch = ModelWatch(nn.Linear(4, 4))
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
@@ -224,6 +253,32 @@ def test_a_hook_of_all_modules_has_another_name() -> None:
     finally:
         handle.remove()
     assert watch.state() == ""
+
+
+@pytest.mark.parametrize("change", ["hook", "attribute", "class"])
+def test_what_a_model_and_its_child_both_have_is_seen_in_each(change: str) -> None:
+    """The child of most models is called ``model``, as the model itself is in messages."""
+    model: Any = make_model()
+    watched: list[nn.Module] = [model, model.model]
+
+    def make(part: Any, strength: float) -> None:
+        if change == "hook":
+            part.register_forward_pre_hook(functools.partial(print, strength))
+        elif change == "attribute":
+            part.strength = strength
+        else:
+            part.__class__ = type("Own", (type(part),), {"strength": strength, "forward": _twice})
+
+    for part in watched:
+        make(part, 1.0)
+    watch, digests = ModelWatch(model), {behavior_digest(model)}
+    before = watch.state()
+    for part in watched:
+        make(part, 2.0)
+        assert watch.state() != before
+        before = watch.state()
+        digests.add(behavior_digest(model))
+    assert len(digests) == 3
 
 
 def test_another_function_of_torch_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +290,26 @@ def test_another_function_of_torch_has_another_name(monkeypatch: pytest.MonkeyPa
         patch.setattr(nn.functional, "silu", nn.functional.gelu)
         assert watch.state() != ""
     assert watch.state() == ""
+
+
+@pytest.mark.parametrize("name", ["rsqrt", "cat", "Tensor.cos", "Tensor.pow"])
+def test_another_function_that_a_model_calls_has_another_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of one of torch's, or of a method of its tensors that they have from their parent."""
+    model = make_model()
+    watch, digest = ModelWatch(model), behavior_digest(model)
+    *space, called = name.split(".")
+    with monkeypatch.context() as patch:
+        owner = torch.Tensor if space else torch
+        before = getattr(owner, called)
+        patch.setattr(owner, called, lambda *args, **kwargs: before(*args, **kwargs) * 2)
+        assert watch.quick_state() == watch.state() != ""
+        assert behavior_digest(model) != digest
+    assert watch.state() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cholesky", lambda x: x)  # which it does not call
+        assert watch.state() == ""
 
 
 def test_a_pruned_model_leaves_its_name() -> None:

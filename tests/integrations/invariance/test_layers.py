@@ -24,7 +24,7 @@ from kvloom.integrations.transformers import KVPool, continuous_batching, disabl
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.invariance import install, packing
 from kvloom.integrations.transformers.invariance.inline import invariant_calls
-from kvloom.integrations.transformers.invariance.install import _CHANGES
+from kvloom.integrations.transformers.invariance.install import CHANGES
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.invariance.packing import PackedRows, PackedWeight
 
@@ -76,7 +76,7 @@ def test_disable_takes_all_away(name: str, options: dict[str, Any]) -> None:
     assert kinds(model) != before
     assert_same_state(model, weights)
     disable(model)
-    assert kinds(model) == before and not hasattr(model, _CHANGES)
+    assert kinds(model) == before and not hasattr(model, CHANGES)
     assert not any(name in vars(x) for x in model.modules() for name in ("packed", "row_rule"))
     assert_same_state(model, weights)
     assert torch.equal(logits(model, ids, None), plain)
@@ -168,7 +168,7 @@ def test_packing_that_fails_is_undone(
     assert_same_state(model, weights)
     if was_enabled:
         pool.close()
-    assert not hasattr(model, _CHANGES)
+    assert not hasattr(model, CHANGES)
 
 
 @pytest.mark.parametrize("pack", [True, "only"])

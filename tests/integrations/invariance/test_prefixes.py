@@ -12,7 +12,7 @@ import torch
 from integrations.invariance.test_families import model_of
 from torch import Tensor
 
-from kvloom.integrations.transformers import KVPool, enable
+from kvloom.integrations.transformers import KVPool, disable, enable
 from kvloom.store import KVStore
 
 KINDS = ["auto", "int8", "int4,recent=0"]
@@ -194,13 +194,35 @@ def test_pages_of_layers_that_were_not_invariant_are_not_found(tmp_path: Path) -
             pool.close()
 
 
+def test_pages_of_attention_that_was_not_invariant_are_not_found(tmp_path: Path) -> None:
+    """By default layers in bfloat16 are batch invariant, and a model has its own attention."""
+    model = model_of("Llama", torch.bfloat16)
+    cold = asked(model, KVPool.for_model(model, max_tokens=400, batch_invariant=True), PROMPT, 0, 0)
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        options: dict[str, Any] = {"page_size": 4, "max_tokens": 400, "store": store}
+        with KVPool.for_model(model, **options) as pool:
+            asked(model, pool, PROMPT, 1, 0)
+            asked(model, pool, PROMPT, 1, 88)
+            enable(model, batch_invariant=True)
+            assert torch.equal(asked(model, pool, PROMPT, 2, 0), cold)
+            assert torch.equal(asked(model, pool, PROMPT, 3, 88), cold[:, 88:])
+            disable(model)
+            assert pool.begin(PROMPT).get_seq_length() == 88  # its own from before
+        store.flush()
+        for length in (90, 61):
+            found = (length - 1) // 4 * 4
+            with KVPool.for_model(model, **options, batch_invariant=True) as pool:
+                assert torch.equal(asked(model, pool, PROMPT[:, :length], 4, found), cold[:, found:length])
+
+
 def test_the_report_of_a_pool_says_what_its_layers_are() -> None:
-    model = model_of("Llama", torch.float32)
-    pool = KVPool.for_model(model, max_tokens=64, batch_invariant=True)
+    model = model_of("Llama", torch.bfloat16)
+    pool = KVPool.for_model(model, max_tokens=64)
     layers = pool.report()["layers"]
     assert json.loads(json.dumps(layers)) == layers  # as metrics are sent
     assert sum(layers["rules"].values()) == 15 and layers["packed"] == layers["packed_bytes"] == 0
     assert layers["not_invariant"] == {"attention is 'sdpa', not 'kvloom'": 1}
     assert layers["batch_invariant"] is False
-    enable(model)
-    assert pool.report()["layers"]["batch_invariant"] is True
+    with KVPool.for_model(model, max_tokens=64, batch_invariant=True):
+        assert pool.report()["layers"]["batch_invariant"] is True  # it attends in place until it is closed
+    assert pool.report()["layers"] == layers

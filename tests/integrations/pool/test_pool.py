@@ -56,6 +56,28 @@ def test_a_known_prefix_is_found_and_changes_no_token(kv: str, attention: str) -
         assert found == expected_found
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_text_that_broke_off_before_its_first_forward_is_committed_as_nothing(rows: int) -> None:
+    class Broken:
+        def put(self, value: Tensor) -> None:
+            raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    model, tokens = make_model(), text(20, rows=rows)
+    pool = make_pool(model)
+    cache = pool.begin(tokens)
+    if rows == 1:  # that a streamer can have
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(tokens, past_key_values=cache, max_new_tokens=2, streamer=Broken())
+    pool.commit(cache)
+    pool.commit(cache, tokens[:, :1])  # one more token than it has
+    with pytest.raises(ArgumentError, match=r"^input_ids must be the 0 tokens of the cache, .* got 20"):
+        pool.commit(cache, tokens)
+    pool.check()
+    assert ask(pool, model, tokens)[1] == 0
+
+
 def test_the_answer_is_found_too() -> None:
     """A conversation: the next question follows what was asked and answered."""
     model = make_model()

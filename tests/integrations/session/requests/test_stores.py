@@ -111,6 +111,29 @@ def test_pools_and_sessions_find_what_the_other_stored(kv: str, tmp_path: Path) 
         assert own.begin(torch.tensor([second])).get_seq_length() == 64
 
 
+@pytest.mark.parametrize(("batch_invariant", "found"), [(True, 96), (None, 0)])
+def test_a_session_has_its_bits_whatever_a_pool_stored(
+    batch_invariant: bool | None, found: int, tmp_path: Path
+) -> None:
+    """By default the layers of a pool in bfloat16 are batch invariant, and its model's attention is not."""
+    model, text = family("Llama").to(torch.bfloat16), stem(100)
+
+    def scores(folder: Path) -> list[float]:
+        with session_with_store(folder, model, return_logprobs=True) as running:
+            [name] = running.manager.add_requests([text])
+            running.run()
+            assert running.manager.report().tokens_found == (found if folder == tmp_path else 0)
+        return list(running.outputs[name].logprobs)
+
+    expected, store = scores(tmp_path / "other"), KVStore(url_of(tmp_path), read="always")
+    with KVPool.for_model(model, max_tokens=400, store=store, batch_invariant=batch_invariant) as pool:
+        cache, ids = pool.begin(torch.tensor([text])), torch.tensor([text])
+        model.generate(ids, past_key_values=cache, max_new_tokens=1)
+        pool.commit(cache, ids)
+    assert store.flush()
+    assert scores(tmp_path) == expected
+
+
 OTHER = """
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """kvloom's attention in a model, for as long as somebody holds it there."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -39,6 +41,16 @@ def release_attention(model: Any, holder: str) -> None:
     delattr(model, _HELD)
     if text_config_of(model)._attn_implementation == IMPLEMENTATION:
         set_attention(model, held.before)
+
+
+@contextmanager
+def attending_in_place(model: Any, holder: str) -> Iterator[None]:
+    """Context of ``hold_attention``."""
+    hold_attention(model, holder)
+    try:
+        yield
+    finally:
+        release_attention(model, holder)
 
 
 def attention_before(model: Any) -> str:

@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from kvloom.integrations.transformers.fingerprint.modes import foreign_modes, replaced_operators
+
 _EXACT: Final = "none", "ieee"
 """Precisions of float32 that are its own: not set, and set to that."""
 _BOTH: Final = (True, True)
@@ -61,6 +63,8 @@ def _precision(name: str, default: str, device: str, backend: str, operation: st
 
 _SETTINGS: Final = (
     _Setting("default dtype", torch.get_default_dtype, torch.float32),
+    _Setting("modes", foreign_modes, ()),
+    _Setting("operators", replaced_operators, ()),
     _Setting("deterministic algorithms", torch.are_deterministic_algorithms_enabled, False),
     *([_Setting("einsum", _path_of_einsum, "auto")] if torch.backends.opt_einsum.is_available() else []),
     _Setting("denormals flushed", _flushes_denormals, False, "cpu"),

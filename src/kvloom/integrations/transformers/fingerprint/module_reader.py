@@ -5,9 +5,9 @@ closures and globals.
 """
 
 import hashlib
-import logging
 import re
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -31,37 +31,18 @@ from kvloom.integrations.transformers.fingerprint.reading import (
     registered,
     slots_of,
 )
+from kvloom.integrations.transformers.fingerprint.unread import UNWATCHED, is_inert
+from kvloom.integrations.transformers.invariance.install import CHANGES, varies_in_attention
 from kvloom.integrations.transformers.invariance.layers import Invariant, names_in
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.models.remembered import remembered_names
 from kvloom.integrations.transformers.models.rope import has_dynamic_rope
 
+_ROOT: Final = "model"
+"""Path of the model itself; those of its modules begin with it, so that a child of this name has another."""
 _BASE: Final = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 _CHILDREN: Final = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
-_UNWATCHED: Final = frozenset(
-    {
-        "_experts_implementation_internal",  # changes rounding alone
-        "_commit_hash",
-        "_output_attentions",
-        "_output_capturing_hooks_installed",
-        "generation_config",
-        "gradient_checkpointing",
-        "loss_type",
-        "max_seq_len_cached",  # set by dynamic RoPE, whose frequencies are a part of the scope
-        "name_or_path",
-        "prepare_inputs_for_generation",  # set by a PeftModel while it generates
-        "_name_or_path",
-        "transformers_version",
-        "use_cache",
-        "warnings_issued",
-        "_is_hf_initialized",
-    }
-)
-_INERT: Final = ("kvloom.", "transformers.generation.")
-"""Packages of classes whose objects do not change what a model computes."""
-_CHANGING: Final = "kvloom.measuring."
-"""Exception within these packages: its hooks change what a model computes."""
 _PUBLISHED: Final = ("transformers.", "torch.")
 """Packages whose functions are identified by their names."""
 _INTACT: Final = (*_PUBLISHED, "kvloom.")
@@ -70,9 +51,17 @@ _SEARCHED: Final = "transformers.models."
 """Package whose functions are searched for others that took the place of those that they call."""
 _MODELS: Final = (_SEARCHED, "torch.nn.modules.")
 """Packages of libraries whose classes compute."""
+_WITH_NAMES: Final = "_with_kwargs"
+"""End of the name of the hooks that are given arguments by their names."""
 _OF_ALL: Final = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _CALLED: Final = ("embedding", "gelu", "linear", "scaled_dot_product_attention", "silu", "softmax")
-"""Functions of ``torch.nn.functional`` that models call, and for which others are put in their place."""
+"""Functions of ``torch.nn.functional`` that models call, also by the functions of other packages."""
+_SPACES: Final = {
+    "torch": vars(torch),
+    "torch.nn.functional": vars(nn.functional),
+    "torch.Tensor": vars(torch.Tensor),
+}
+"""Where torch's functions are looked for, among which others may take their place."""
 _OF_TORCH: Final = ("torch.", "builtins.", "kvloom.")
 _EXACT_ATTENTION: Final = re.compile(r"(paged\|)?(eager|sdpa|flash_|flex_|flashinfer|kvloom)")
 _ATTENTION: Final = "_attn_implementation_internal"
@@ -116,31 +105,41 @@ class ModuleReader:
         self._has_tensors = has_tensors
         self._opaque = opaque
         self._searched: set[int] = set()  # functions of libraries
+        self._called = set(_CALLED)  # names in these functions
         self._texts: dict[int, str] = {}  # texts of objects that were read, by their ids
         self._kept: list[Any] = []  # keeps these objects alive, so that their ids stay unique
 
     def read_model(self, model: nn.Module) -> Iterator[tuple[str, str]]:
         """Paths and texts of all modules."""
-        modules = dict(model.named_modules())
-        self._texts = {id(module): f"<{path or 'model'}>" for path, module in modules.items()}
+        modules = {f"{_ROOT}.{path}" if path else _ROOT: module for path, module in model.named_modules()}
+        self._texts = {id(module): f"<{path}>" for path, module in modules.items()}
+        self.getters.append(partial(map, type, modules.values()))
         for path, module in modules.items():
-            yield from self._module(path or "model", module)
+            yield from self._module(path, module)
         for name in _OF_ALL:
             hooks = getattr(nn.modules.module, name)
             self.containers.append(hooks)
             self._watch_keys(hooks, [*hooks])
-            texts = [self._text(x, 0) for x in hooks.values() if not _is_inert(x)]
+            named = getattr(nn.modules.module, f"{name}{_WITH_NAMES}", ())
+            texts = [self._hook(x, key in named) for key, x in hooks.items() if not is_inert(x)]
             yield from [(f"every module.{name}", ", ".join(texts))] if texts else []
-        called = self._named_in(vars(nn.functional), _CALLED)
-        for name, function in zip(_CALLED, called, strict=True):
-            is_same = getattr(function, "__name__", "") == name
-            if not (is_same and module_of(function).startswith(_OF_TORCH)):
-                yield f"torch.nn.functional.{name}", self._text(function, 0)
+        for path, known in _SPACES.items():
+            self.containers.append(known)
+            called = [x for x in sorted(self._called & known.keys()) if not isinstance(known[x], type)]
+            self._watch_keys(known, called)
+            for name, function in ((x, known[x]) for x in called):
+                is_same = name not in _CALLED or getattr(function, "__name__", "") == name
+                if not (is_same and module_of(function).startswith(_OF_TORCH)):
+                    yield f"{path}.{name}", self._text(function, 0)
 
     def _module(self, path: str, module: nn.Module, is_part: bool = True) -> Iterator[tuple[str, str]]:
         """Paths and texts of a module, which is a part of the model or, say, of one of its hooks."""
         known, is_weightless = vars(module), is_part and not self._has_tensors
         yield path, self._kind(type(module))
+        if CHANGES in known:
+            self.getters.append(lambda: (varies_in_attention(module),))
+            if varies_in_attention(module):
+                yield f"{path}.attention", "not batch invariant, as the layers are"
         if isinstance(module, PackedOnly) and self._opaque is not None:  # its weight is no parameter
             yield f"{path}.packed", self._number(module.packed)
         own = [name for name in known if name not in _BASE and not self._is_ignored(module, name)]
@@ -165,9 +164,14 @@ class ModuleReader:
                 child = children[key]
                 if "hooks" not in name:
                     yield from self._named(f"{path}.{key}", key, child)
-                elif not (_is_inert(child) or module_of(child).startswith("transformers.")):
+                elif not (is_inert(child) or module_of(child).startswith("transformers.")):
                     # Named by its index, since the key of a hook differs between processes.
-                    yield f"{path}.{name}.{keys.index(key)}", self._text(child, 0)
+                    is_named = key in known[f"{name}{_WITH_NAMES}"]
+                    yield f"{path}.{name}.{keys.index(key)}", self._hook(child, is_named)
+
+    def _hook(self, hook: Any, is_named: bool) -> str:
+        """Description of a hook, and of whether it is given arguments by their names, too."""
+        return self._text(hook, 0) + " with names" * is_named
 
     def _is_ignored(self, module: nn.Module, name: Any) -> bool:
         if not isinstance(name, str):
@@ -179,7 +183,7 @@ class ModuleReader:
         ):
             return True
         is_pruned = f"{name}_orig" in module._parameters  # made of that in each forward
-        if is_pruned or name in _UNWATCHED or name in remembered_names(module):
+        if is_pruned or name in UNWATCHED or name in remembered_names(module):
             return True
         is_rope = name.endswith("inv_freq") and not name.endswith("original_inv_freq")
         return is_rope and has_dynamic_rope(module)
@@ -189,7 +193,7 @@ class ModuleReader:
             self._texts[id(value)] = f"<{path}>"
             self._kept.append(value)
             known = vars(value)
-            names = [key for key in known if key not in _UNWATCHED]
+            names = [key for key in known if key not in UNWATCHED]
             self.containers.append(known)
             self._watch_keys(known, names)
             for key in names:
@@ -216,7 +220,7 @@ class ModuleReader:
             return self._texts[id(value)]
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if _is_inert(value) or (not self._has_tensors and isinstance(value, PretrainedConfig)):
+        if is_inert(value) or (not self._has_tensors and isinstance(value, PretrainedConfig)):
             return ""
         if depth >= _DEPTH:
             return f"<{type(value).__qualname__}>"
@@ -232,7 +236,7 @@ class ModuleReader:
         """Description of the parts of an object."""
         if isinstance(value, nn.Module):  # one that is no child of the model
             return "; ".join(f"{path} {text}" for path, text in self._module("module", value, is_part=False))
-        if isinstance(value, (list, tuple, set, frozenset, dict)):
+        if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             return self._container(value, depth)
         if isinstance(value, types.MethodType):
             return f"{self._text(value.__func__, depth + 1)} of {self._text(value.__self__, depth + 1)}"
@@ -310,6 +314,7 @@ class ModuleReader:
         if id(function) in self._searched:
             return []
         self._searched.add(id(function))
+        self._called |= names_in(function.__code__)
         known, found = function.__globals__, []
         called = [x for x in sorted(names_in(function.__code__)) if is_function(known.get(x))]
         self._watch_keys(known, called)
@@ -331,10 +336,11 @@ class ModuleReader:
             names |= new
             members = [vars(owner)[x] for owner in owners for x in sorted(new) if x in vars(owner)]
             new = set().union(*(names_in(x.__code__) for x in map(function_in, members) if x)) - names
+        self._called |= names
         for owner in owners:
             known, is_library = vars(owner), f"{owner.__module__}.".startswith(_INTACT)
             own = sorted(known if is_library else names & known.keys())
-            own = [x for x in own if is_member(x, known[x]) and x not in _UNWATCHED]
+            own = [x for x in own if is_member(x, known[x]) and x not in UNWATCHED]
             self.containers.append(known)
             self._watch_keys(known, own)
             for name in own:
@@ -353,7 +359,7 @@ class ModuleReader:
             members += "".join(f", {x}={self._text(getattr(value, x), depth + 1)}" for x in slots)
         if known is None:
             return f"<{kind.__qualname__}{self._number(value)}{members}>"
-        names = [name for name in known if name not in _UNWATCHED]
+        names = [name for name in known if name not in UNWATCHED]
         self.containers.append(known)
         self._watch_keys(known, names)
         texts = (f"{name}={self._text(known[name], depth + 1)}" for name in sorted(names))
@@ -391,10 +397,3 @@ def _is_read(kind: type) -> bool:
     """Whether members of a class may change what a module computes."""
     home = f"{kind.__module__}."
     return home.startswith(_MODELS) or not home.startswith(_INTACT)
-
-
-def _is_inert(value: Any) -> bool:
-    home = f"{type(value).__module__}."
-    if isinstance(value, logging.Logger):  # remembers which levels it was asked for
-        return True
-    return home.startswith(_INERT) and not home.startswith(_CHANGING)

@@ -102,7 +102,7 @@ class ModelWatch:
         """Read the whole model, and name its state."""
         reader = ModuleReader(opaque=self._opaque)
         self._modules = set(map(id, self.model.modules()))
-        lines = dict(reader.read_model(self.model))
+        lines = sorted(reader.read_model(self.model))
         self._containers, self._getters = reader.containers, reader.getters
         self._lengths, self._values = list(map(len, self._containers)), list(self._present())
         self._tensors, self._arrays = reader.tensors, reader.arrays
@@ -114,9 +114,9 @@ class ModelWatch:
         if self._weights and not _are_alike(self._weights, weights):
             self._epoch += 1
         self._weights = weights
-        self._digest = digest_of(repr((self._epoch, sorted(lines.items()))))
+        self._digest = digest_of(repr((self._epoch, lines)))
         self._context = context_of(self.model)  # of the devices where it is now
-        self._name(self._context.values(), lines)
+        self._name(self._context.values(), dict(lines))
 
     def _name(self, values: list[Any], lines: dict[str, str]) -> None:
         """Name the state of a model that was read as ``lines``, with settings of torch."""

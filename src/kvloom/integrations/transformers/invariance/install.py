@@ -4,6 +4,7 @@ Layers are batch invariant or packed while at least one holder wishes it.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,7 +39,8 @@ from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
 from kvloom.integrations.transformers.models.text_config import EXPAND, text_config_of, why_cuts_matter
 from kvloom.ops.invariance import WHY_NOT_COMPILED, BatchInvariance, why_not_batch_invariant
 
-_CHANGES: Final = "_kvloom_layers"
+CHANGES: Final = "_kvloom_layers"
+"""Attribute of a model whose layers are changed."""
 _RECURRENT: Final = ("A_log", "recurrent_param", "slope_rate")
 """Names of parameters and buffers that only layers with recurrent states have."""
 BY_CUTS: Final = "recurrent states depend on how a text is cut"
@@ -138,12 +140,12 @@ def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
 
     If an error is raised, such as a MemoryError, the layers are as before.
     """
-    changes = getattr(model, _CHANGES, None)
+    changes = getattr(model, CHANGES, None)
     if changes is None:
         if not any(wish):
             return
         changes = _Changes(model)
-        setattr(model, _CHANGES, changes)
+        setattr(model, CHANGES, changes)
     before = changes.wishes.get(holder)
     changes.wishes[holder] = wish
     try:
@@ -159,13 +161,13 @@ def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
 
 def release_layers(model: nn.Module, holder: str) -> None:
     """Undo ``hold_layers`` for a holder; without holders the layers are as before."""
-    changes = getattr(model, _CHANGES, None)
+    changes = getattr(model, CHANGES, None)
     if changes is None or changes.wishes.pop(holder, None) is None:
         return
     changes.apply(model)
     if not changes.wishes:
         changes.hook.remove()
-        delattr(model, _CHANGES)
+        delattr(model, CHANGES)
 
 
 def report_layers(model: Any) -> LayerReport:
@@ -174,27 +176,42 @@ def report_layers(model: Any) -> LayerReport:
     Args:
         model: A ``PreTrainedModel`` that was given to ``enable``, a pool or a session.
     """
-    changes = getattr(model, _CHANGES, None)
+    changes = getattr(model, CHANGES, None)
     if changes is None:
         return LayerReport()
     report: LayerReport = replace(changes.report, not_invariant=dict(changes.report.not_invariant))
-    config = text_config_of(model)
-    attention = config._attn_implementation
-    if report.batch_invariant and not str(attention).startswith("kvloom"):
-        report.not_invariant[f"attention is {attention!r}, not 'kvloom'"] = ["attention"]
-    elif report.batch_invariant and changes.attention is None:
-        why_not = why_not_batch_invariant(model.dtype)
-        if why_not is not None:
-            report.not_invariant[f"{why_not}, unless batch_invariant=True"] = ["attention"]
-    if report.batch_invariant and WHY_NOT_COMPILED is not None:
-        report.not_invariant["attention runs in plain torch, without compiled kernels"] = ["attention"]
-    if report.batch_invariant and (why := why_cuts_matter(config)):
-        report.not_invariant[why] = ["attention"]
+    for reason in _why_attention_varies(model, changes):
+        report.not_invariant[reason] = ["attention"]
     # A session's thread may change layers at the same time.
     weights = [getattr(x, "packed", None) for x in model.modules() if isinstance(x, PackedRows)]
     packed = [x for x in weights if x is not None and x.tensor is not None]
     report.packed, report.packed_bytes = len(packed), sum(x.nbytes for x in packed)
     return report
+
+
+def varies_in_attention(model: Any) -> bool:
+    """Whether the layers of a model are batch invariant while its attention is not.
+
+    What such a model computes is no continuation, to the bit, of what it computes with both, nor the reverse.
+    """
+    changes = vars(model).get(CHANGES)
+    return changes is not None and any(_why_attention_varies(model, changes))
+
+
+def _why_attention_varies(model: Any, changes: "_Changes") -> Iterator[str]:
+    """Reasons why attention is not batch invariant among layers that are."""
+    if not changes.report.batch_invariant:
+        return
+    config = text_config_of(model)
+    attention = config._attn_implementation
+    if not str(attention).startswith("kvloom"):
+        yield f"attention is {attention!r}, not 'kvloom'"
+    elif changes.attention is None and (why_not := why_not_batch_invariant(model.dtype)) is not None:
+        yield f"{why_not}, unless batch_invariant=True"
+    if WHY_NOT_COMPILED is not None:
+        yield "attention runs in plain torch, without compiled kernels"
+    if why := why_cuts_matter(config):
+        yield why
 
 
 class _Changes:

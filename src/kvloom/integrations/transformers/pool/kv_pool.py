@@ -207,9 +207,10 @@ class KVPool(Recorder, Shown):
             policy: Which pages are evicted: ``"lru"``, those that no cache held for longest, or ``"ours"``,
                 those of least worth by the use of pages so far. Layers with a window always evict pages
                 before their window first, and then by ``"lru"``.
-            batch_invariant: As in ``enable``, until the pool is closed: tokens after a found prefix have the
-                same bits as after a computed one.
-            pack: The same.
+            batch_invariant: As in ``enable``, until the pool is closed. With ``True`` the model also attends
+                in place until then, as ``enable`` makes it, so that tokens after a found prefix have the same
+                bits as after a computed one.
+            pack: As in ``enable``.
             state_interval: As above, a multiple of ``page_size``; ``None`` for 256, or the next multiple.
             max_state_bytes: Bytes that recurrent states may take, at least the states of one text; ``None``
                 for as many as the pages of keys and values take, and at least eight texts.
@@ -342,7 +343,8 @@ class KVPool(Recorder, Shown):
         """Let later caches find the full pages of this one, under the salt and content with which it began.
 
         Pages are not shared, and a warning says so once, if the tokens were computed in several states of the
-        model or in training mode, or were assigned.
+        model or in training mode, or were assigned. Of a cache without tokens, as of a text that broke off
+        before its first forward, nothing is shared.
 
         Args:
             cache: A cache made by ``begin``.
@@ -373,6 +375,8 @@ class KVPool(Recorder, Shown):
                 _LOG.warning("pages of a cache are not shared: %s", refusal)
             return
         rows = rows_of(cache, input_ids)
+        if not cache.begins:  # nothing was computed
+            return
         self._follow_state(origin.state)
         self._prefixes.commit(cache, rows)
         if self._encoders is not None:

@@ -21,13 +21,11 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
-from kvloom.integrations.transformers.models.content import content_of, expect_content, placeholders_of
+from kvloom.integrations.transformers.models.content import content_of, expect_content
 from kvloom.integrations.transformers.models.encoders import content_of_rows, expect_contents
-from kvloom.integrations.transformers.models.layer_specs import expect_use
 from kvloom.integrations.transformers.models.positions import gives_positions
 from kvloom.integrations.transformers.models.remembered import memory_of
-from kvloom.integrations.transformers.models.rope import dynamic_rope
-from kvloom.integrations.transformers.models.text_config import text_config_of
+from kvloom.integrations.transformers.pool.configured import Configured
 from kvloom.integrations.transformers.pool.encoder_runs import EncoderRuns
 from kvloom.integrations.transformers.pool.hooks import watch_inputs
 from kvloom.integrations.transformers.pool.origin import Origin
@@ -51,19 +49,18 @@ class PoolModel:
         watch: Watch of the model's state.
         states: Empty tensor with the model's dtype and device.
         has_encoder: Whether it is an encoder-decoder, whose tokens are the decoder's.
-        placeholders: Its tokens for pictures, audio and the like, with their names; none of an encoder.
         memory: What it remembers of texts outside of their caches; ``None`` if nothing.
 
     Args:
         model: A ``PreTrainedModel``.
         wish: Changes of its layers, until ``release`` or until this object is collected.
-        is_in_place: Whether it must attend in place until then.
+        is_in_place: Whether it must attend in place until then, as where ``wish`` is of attention.
     """
 
     def __init__(self, model: Any, wish: Wish, is_in_place: bool = False) -> None:
         holder = f"pool {id(self)}"
         hold_layers(model, holder, wish)
-        if is_in_place:
+        if is_in_place or wish.attention:
             hold_attention(model, holder)
         watch_inputs(model)
         self.guard = PairGuard(model)
@@ -74,14 +71,16 @@ class PoolModel:
             hook = model.get_encoder().register_forward_hook(self._runs, with_kwargs=True)
         self.release = finalize(self, _release, model, holder, hook)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
-        self._rope = dynamic_rope(model)
+        self._configured = Configured(model)
         self.has_encoder = self._runs is not None
-        found = placeholders_of(model.config) | placeholders_of(text_config_of(model))
-        self.placeholders, self._of_encoder = ({}, found) if self.has_encoder else (found, {})
         self.memory = memory_of(model)
         self._gives_positions = None if self.has_encoder else gives_positions(model)
-        self._expected = ""  # last state in which it was found to have prefixes
         self._identities: dict[str, Identity] = {}
+
+    @property
+    def placeholders(self) -> dict[int, str]:
+        """Its tokens for pictures, audio and the like, with their names; none of an encoder."""
+        return {} if self.has_encoder else self._configured.placeholders
 
     @property
     def counted(self) -> frozenset[int]:
@@ -105,30 +104,29 @@ class PoolModel:
 
     def content_of(self, inputs: Mapping[str, Any]) -> str | list[str]:
         """As ``KVPool.content_of``."""
-        return content_of_rows(inputs, self._of_encoder) if self.has_encoder else content_of(inputs)
+        of_encoder = self._configured.placeholders
+        return content_of_rows(inputs, of_encoder) if self.has_encoder else content_of(inputs)
 
     def origin(self, rows: Sequence[Sequence[int]], salt: str, content: str | Sequence[str] | None) -> Origin:
         """Origin of a cache that begins now; arguments are those of ``KVPool.begin``.
 
         Raises:
             ArgumentError: as ``KVPool.begin``.
-            UnsupportedError: the model's configuration was changed, and it now attends to later tokens.
+            StateError, UnsupportedError: the model was changed, as ``Configured.follow``.
         """
         expect_salt(salt)
         state = self.watch.state()
-        if state != self._expected:  # its configuration, or accelerate's hooks, may be others
-            expect_use(self.watch.model, "pool")
-            self._expected = state
-        refusal = ""
+        self._configured.follow(state)
+        refusal, rope = "", self._configured.rope
         if self.has_encoder:
             contents = expect_contents(content, len(rows))
             refusal = _PADDING if reads_padding_in_pieces(self.watch.model, rows) else ""
         else:
             contents = expect_content(self.placeholders, rows, content)
-        frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
-        if self._rope is not None and frequencies is None:
-            refusal = self._rope.why_alone
-        of_model = self.watch, self._rope, bool(self.placeholders), self.counted, self._runs
+        frequencies = "" if rope is None else rope.frequencies(max(map(len, rows)))
+        if rope is not None and frequencies is None:
+            refusal = rope.why_alone
+        of_model = self.watch, self._configured, bool(self.placeholders), self.counted, self._runs
         own = *of_model, salt, list(contents), state, self._gives_positions, frequencies or "", refusal
         return Origin(*own)
 

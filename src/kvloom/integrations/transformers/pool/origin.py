@@ -16,8 +16,8 @@ from kvloom.integrations.transformers.fingerprint.scopes import scope_of
 from kvloom.integrations.transformers.fingerprint.watch import ModelWatch
 from kvloom.integrations.transformers.models.content import input_beside_tokens, positions_are_default
 from kvloom.integrations.transformers.models.encoders import PREFIX, of_decoder
-from kvloom.integrations.transformers.models.rope import DynamicRope
 from kvloom.integrations.transformers.models.signatures import parameters_of
+from kvloom.integrations.transformers.pool.configured import Configured
 from kvloom.integrations.transformers.pool.encoder_runs import EncoderRuns
 from kvloom.integrations.transformers.pool.fed_tokens import FedTokens
 from kvloom.integrations.transformers.pool.padding import expect_mask_of_padding
@@ -41,7 +41,7 @@ class Origin:
 
     Args:
         _watch: Watch of the model.
-        _rope: Dynamic RoPE of the model, if it has one.
+        _configured: What is read of the model's configuration.
         _has_placeholders: Whether the model reads pictures, audio and the like.
         _counted: Placeholders of pictures on which positions of later tokens depend.
 
@@ -64,7 +64,7 @@ class Origin:
     """
 
     _watch: ModelWatch
-    _rope: DynamicRope | None
+    _configured: Configured
     _has_placeholders: bool
     _counted: frozenset[int]
     runs: EncoderRuns | None
@@ -135,7 +135,7 @@ class Origin:
         Raises:
             ArgumentError: an input changes keys and values, and no content was given; the mask does not match
                 the padding; or the model is another one than the pool's.
-            StateError: the model changed after tokens were found.
+            StateError: the model changed after tokens were found, or now keeps other tokens.
         """
         is_outermost, end = self.depth == 0, past + num_tokens_in(inputs)
         if not self._watch.has(module):
@@ -156,6 +156,7 @@ class Origin:
         state = self._watch.quick_state()
         if state != self.state:
             if past <= padding and not self.has_encoder:
+                self._configured.follow(state)
                 self.state = state
             elif past <= max(self.num_found, padding):
                 raise StateError(
@@ -170,8 +171,8 @@ class Origin:
             return
         if module.training:
             self.refusal = IN_TRAINING
-        if self._rope is not None:
-            self._note_frequencies(past <= padding, self._rope.frequencies(end - padding))
+        if (rope := self._configured.rope) is not None:
+            self._note_frequencies(past <= padding, rope.frequencies(end - padding))
 
     def _expect_no_pictures(self, input_ids: Any) -> None:
         """Raise ArgumentError if new tokens have pictures, whose positions depend on those before them."""
@@ -230,8 +231,8 @@ class Origin:
     def _note_frequencies(self, is_empty: bool, frequencies: str | None) -> None:
         if is_empty and frequencies is not None:
             self.frequencies = frequencies
-        elif frequencies != self.frequencies and self._rope is not None:
-            self.refusal = self._rope.why_alone
+        elif frequencies != self.frequencies and self._configured.rope is not None:
+            self.refusal = self._configured.rope.why_alone
 
 
 class PoolCache(KVCache):

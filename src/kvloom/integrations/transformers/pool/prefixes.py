@@ -158,22 +158,23 @@ def rows_of(cache: PoolCache, input_ids: Tensor | None) -> list[list[int]]:
         ArgumentError: as ``KVPool.commit``.
     """
     origin, num_tokens = cache.began, cache.sequences[0].num_positions
+    begins = cache.begins or [0] * origin.fed.num_rows  # before its first forward it has no rows
     has_content = any(origin.contents) and not origin.is_of_encoder
     if input_ids is None:
-        if not origin.fed.is_known or (has_content and not origin.fed.are_as_asked(cache.begins)):
+        if not origin.fed.is_known or (has_content and not origin.fed.are_as_asked(begins)):
             raise ArgumentError(
                 "input_ids must be given, as not all inputs of the model were tokens, got None"
             )
-        return origin.fed.rows(cache.begins)
-    if origin.fed.is_chosen and (not has_content or origin.fed.are_as_asked(cache.begins)):
+        return origin.fed.rows(begins)
+    if origin.fed.is_chosen and (not has_content or origin.fed.are_as_asked(begins)):
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
-        return origin.fed.rows(cache.begins)
-    sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=cache.sequences[0].size)
+        return origin.fed.rows(begins)
+    sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=len(begins))
     if not num_tokens <= sizes["T"] <= num_tokens + 1:
         raise ArgumentError(
             f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
         )
     if origin.fed.is_known:  # with content, tokens may be known by other numbers than the model's
         num_same = origin.num_found if has_content and not origin.fed.is_chosen else num_tokens
-        origin.fed.expect(input_ids, cache.begins, num_same)
-    return [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
+        origin.fed.expect(input_ids, begins, num_same)
+    return [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), begins, strict=True)]

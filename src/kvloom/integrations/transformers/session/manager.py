@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from kvloom.caches.tensors.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.attention.held import attending_in_place
 from kvloom.integrations.transformers.attention.latents import expect_absorbed
 from kvloom.integrations.transformers.cache.formats import cache_format
 from kvloom.integrations.transformers.cache.trial import trial_of
@@ -23,8 +24,10 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
+from kvloom.integrations.transformers.models.layer_specs import layers_of
 from kvloom.integrations.transformers.models.rope import dynamic_rope
 from kvloom.integrations.transformers.models.text_config import has_latents, only_head_dims, text_config_of
+from kvloom.integrations.transformers.pool.configured import expect_same_layers
 from kvloom.integrations.transformers.pool.states import PoolStates, expect_interval, least_bytes
 from kvloom.integrations.transformers.session.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.session.cache import BatchCache
@@ -167,19 +170,22 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the attention that reads these pages; ``stop`` restores the one before."""
         model = model.attending if isinstance(model, Attending) else model
+        present = [x for x in layers_of(model) if x.number in self._layers]
+        expect_same_layers([*self._layers.values()], present, "session")
         if self._lent is not None:
             self._lent.begin()
         hold_layers(model, self._holder, self._wish)
-        if not hasattr(self, "_watch"):
-            self._watch = ModelWatch(model)  # made after the layers were changed for the session
         before = model.config._attn_implementation
-        if before != IMPLEMENTATION:
+        with attending_in_place(model, self._holder):  # it agrees with attention of steps
             self._identify(model)
-            model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(IMPLEMENTATION)
+        if before != IMPLEMENTATION:
             self._original_attn_impl = before
 
     def _identify(self, model: Any) -> None:
-        """Identify the model for a store, while it still has its own attention."""
+        """Identify the model as steps compute it, for its watch and for a store."""
+        if not hasattr(self, "_watch"):
+            self._watch = ModelWatch(model)
         state = self._watch.state()
         if self._store is not None and (self._identity is None or self._identity[0] != state):
             from kvloom.integrations.transformers.pool.identity import identify
