@@ -61,11 +61,11 @@ def attend_step(
         kv.keep((query.dtype, is_latent), cache)
     views, kind = cache
     bias, sinks = scores.positional_bias, scores.sinks
-    tensors = (query, sinks) if bias is None else (query, sinks, bias.coefficients, bias.frequencies)
+    waves = (None,) * 3 if bias is None else (bias.coefficients, bias.frequencies, bias.first_position)
     skip, prior = (None, ()) if part is None else part
     key = (
         choice(), kind, views.num_slots, scale, scores.is_causal, scores.window, scores.softcap,
-        part is None, skip, *map(form_of, tensors), *map(form_of, prior),
+        part is None, skip, *map(form_of, (query, sinks, *waves, *prior)),
     )  # fmt: skip
     launch = batch.recall(key)
     if launch is None:
@@ -76,7 +76,6 @@ def attend_step(
     out, joint = outputs(query, kind.value_dim, None if part is None else part.prior)
     if not out.numel():
         return out, joint.lse
-    waves = (None,) * 3 if bias is None else (bias.coefficients, bias.frequencies, bias.first_position)
     launch(query, views, bias_of(None, None, sinks, *waves), joint, out)
     return out, joint.lse
 
