@@ -43,29 +43,29 @@ class Watch:
         return found
 
 
-def measure(model: Any, kind: str, rounds: int, steps: int) -> dict[str, float]:
+def measure(model: Any, kind: str, steps: int) -> dict[str, float]:
     """Microseconds of a layer: of a whole step, of attention and of updates, and launches of a step."""
     model.set_attn_implementation(KINDS[kind])
-    token = torch.full((1, 1), 7)
-    attend, own = Watch(ALL_ATTENTION_FUNCTIONS[KINDS[kind]]), list[dict[str, float]]()
+    token, found = torch.full((1, 1), 7), list[dict[str, float]]()
+    attend = Watch(ALL_ATTENTION_FUNCTIONS[KINDS[kind]])
     ALL_ATTENTION_FUNCTIONS[KINDS[kind]] = attend
     try:
-        for _ in range(rounds):
-            stock = kind == "DynamicCache"
-            cache = DynamicCache(config=model.config) if stock else KVCache.for_model(model, kv=kind)
-            model(token.expand(1, CONTEXT), past_key_values=cache, use_cache=True)
-            update = Watch(cache.update)
-            cache.update = update
-            for _ in range(steps):
-                attend.times.clear(), update.times.clear(), LAUNCHED.clear()
-                start = time.perf_counter()
-                model(token, past_key_values=cache, use_cache=True)
-                whole = (time.perf_counter() - start) / LAYERS
-                times = {"step": whole, "attend": median(attend.times), "store": median(update.times)}
-                own.append({name: 1e6 * x for name, x in times.items()} | {"launches": len(LAUNCHED)})
+        is_stock = kind == "DynamicCache"
+        cache = DynamicCache(config=model.config) if is_stock else KVCache.for_model(model, kv=kind)
+        model(token.expand(1, CONTEXT), past_key_values=cache, use_cache=True)
+        update = Watch(cache.update)
+        cache.update = update
+        for _ in range(steps):
+            for times in (attend.times, update.times, LAUNCHED):
+                times.clear()
+            start = time.perf_counter()
+            model(token, past_key_values=cache, use_cache=True)
+            whole = (time.perf_counter() - start) / LAYERS
+            own = {"step": whole, "attend": median(attend.times), "store": median(update.times)}
+            found.append({name: 1e6 * x for name, x in own.items()} | {"launches": len(LAUNCHED)})
     finally:
         ALL_ATTENTION_FUNCTIONS[KINDS[kind]] = attend.function
-    return {name: min(x[name] for x in own[steps // 2 :]) for name in own[0]}
+    return {name: median(x[name] for x in found[steps // 2 :]) for name in found[0]}
 
 
 def main() -> None:
@@ -80,14 +80,17 @@ def main() -> None:
         num_key_value_heads=2, head_dim=128, max_position_embeddings=4096,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with torch.no_grad():
-        found = {kind: measure(model, kind, rounds, steps) for kind in KINDS}
-    stock = found["DynamicCache"]["step"]
-    rows = {
-        kind: {name: round(x, 1) for name, x in row.items()} | {"step": round(row["step"] / stock, 2)}
-        for kind, row in found.items()
-    }
-    print(json.dumps({"figure": "gpu_host", "layer_us": round(stock, 1), "rows": rows}))
+        for _ in range(rounds):
+            for kind, own in found.items():
+                own.append(measure(model, kind, steps))
+    stock = [x["step"] for x in found["DynamicCache"]]
+    rows = {}
+    for kind, own in found.items():
+        rows[kind] = {name: round(median(x[name] for x in own), 1) for name in own[0]}
+        rows[kind]["step"] = round(median(x["step"] / y for x, y in zip(own, stock, strict=True)), 2)
+    print(json.dumps({"figure": "gpu_host", "layer_us": round(median(stock), 1), "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -145,4 +145,4 @@ def _form_of_store(
 ) -> tuple[Any, ...]:
     """What is checked of the arguments of a store, and how its launches were chosen."""
     tensors = (key, value, slots, *transform[2:])
-    return triton.module("configs").choice(), full_range, transform[:2], *map(form_of, tensors)
+    return triton.module("configs").tuning(), full_range, transform[:2], *map(form_of, tensors)

@@ -75,15 +75,15 @@ MOVES: Final = Tile(1024, 2)
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class Tuning:
     """What ``tuned`` chose. Launches that were prepared by another choice are not used."""
 
     table: Tuned
     moves: Tile
 
 
-PINNED: Final = Choice({}, MOVES)
-_CHOICE: ContextVar[Choice] = ContextVar("kvloom_choice", default=PINNED)
+PINNED: Final = Tuning({}, MOVES)
+_TUNING: ContextVar[Tuning] = ContextVar("kvloom_tuning", default=PINNED)
 
 MAX_SPLIT_ROWS: Final = 64
 """Maximum rows of a tile of few new tokens; more query heads of a key/value head are several tiles."""
@@ -91,7 +91,7 @@ MAX_SPLIT_ROWS: Final = 64
 
 def config_for(case: Case) -> Config:
     """The tuned configuration within ``tuned``, or else the pinned one."""
-    chosen = choice().table.get(case)
+    chosen = tuning().table.get(case)
     return pinned(case) if chosen is None else chosen
 
 
@@ -125,22 +125,22 @@ def pinned(case: Case) -> Config:
 
 def tile_of_moves() -> Tile:
     """Tile of ``store`` and ``load``: that of ``tuned``, or else the pinned one."""
-    return choice().moves
+    return tuning().moves
 
 
-def choice() -> Choice:
+def tuning() -> Tuning:
     """That of ``tuned``, or else the one that has pinned configurations alone."""
-    return _CHOICE.get()
+    return _TUNING.get()
 
 
 @contextmanager
 def tuned(table: Tuned, moves: Tile = MOVES) -> Iterator[None]:
     """Context that uses ``table`` and ``moves``, and pinned configurations for cases that ``table`` lacks."""
-    token = _CHOICE.set(Choice(table, moves))
+    token = _TUNING.set(Tuning(table, moves))
     try:
         yield
     finally:
-        _CHOICE.reset(token)
+        _TUNING.reset(token)
 
 
 def write_tuned(path: Path, device: str, table: Tuned) -> None:

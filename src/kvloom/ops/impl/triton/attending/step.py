@@ -16,7 +16,7 @@ from kvloom.ops.impl.triton.attending.attend import bias_of, launch_of, outputs
 from kvloom.ops.impl.triton.attending.cache import CacheKind, CacheViews, describe_cache
 from kvloom.ops.impl.triton.attending.launch import AttendLaunch, Formula
 from kvloom.ops.impl.triton.attending.plan import Lengths
-from kvloom.ops.impl.triton.configs import choice
+from kvloom.ops.impl.triton.configs import tuning
 from kvloom.ops.scores import Batch, Scores
 
 
@@ -64,7 +64,7 @@ def attend_step(
     waves = (None,) * 3 if bias is None else (bias.coefficients, bias.frequencies, bias.first_position)
     skip, prior = (None, ()) if part is None else part
     key = (
-        choice(), kind, views.num_slots, scale, scores.is_causal, scores.window, scores.softcap,
+        tuning(), kind, views.num_slots, scale, scores.is_causal, scores.window, scores.softcap,
         part is None, skip, *map(form_of, (query, sinks, *waves, *prior)),
     )  # fmt: skip
     launch = batch.recall(key)
