@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvloom import KVCache, KVPool
-from kvloom.ops.gathered import flash
+from kvloom.ops.fast import steps
 from kvloom.store import KVStore
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,6 +91,16 @@ def test_families_give_the_tokens_of_the_stock_cache(name: str, options: dict[st
         assert torch.equal(found, expected)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="interpreted by tests/ops/test_triton_steps.py")
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+def test_steps_have_the_bits_of_calls_alone(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = biased(eos_token_id=None).to(DEVICE), text(60, rows=2)
+    cuts = tuple(range(40, 60))
+    found = logits(model, tokens, KVCache.for_model(model, kv=kv, page_size=4), cuts)
+    monkeypatch.setattr(steps, "DEVICES", [])
+    assert torch.equal(found, logits(model, tokens, KVCache.for_model(model, kv=kv, page_size=4), cuts))
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_prompts_in_bfloat16_are_those_of_torch(window: int | None) -> None:
     """Long enough to be gathered: all at once, in chunks, and behind a window."""
@@ -107,20 +117,19 @@ def test_prompts_in_bfloat16_are_those_of_torch(window: int | None) -> None:
     model.set_attn_implementation("kvloom")
     with gathering(512) as calls:
         found = logits(model, tokens, KVCache.for_model(model), cuts)
-    is_told = DEVICE.type == "cpu" or window is None or flash.has_windows()
-    assert len(calls) == (2 * model.config.num_hidden_layers if is_told else 0)
+    assert len(calls) == 2 * model.config.num_hidden_layers
     # Two orders of sums of 8 bits each, through two layers.
     assert float((found - expected).abs().max()) <= 8 * 2.0**-8 * float(expected.abs().max())
 
 
-def expect_gathered_as_in_place(model: Any, kv: str, is_told: bool = True) -> None:
+def expect_gathered_as_in_place(model: Any, kv: str) -> None:
     """Prompts long enough to be gathered; of a model of one layer, where no rounding moves a code."""
     tokens, found = text(1200), []
     model.to(DEVICE, torch.bfloat16)
     for least_rows in (1 << 40, 512):
         with gathering(least_rows) as calls:
             found.append(logits(model, tokens, KVCache.for_model(model, kv=kv), (600, 1199)))
-    assert len(calls) == (2 if is_told else 0)
+    assert len(calls) == 2
     in_place, gathered = found
     # Two orders of sums of 8 bits each.
     assert float((gathered - in_place).abs().max()) <= 8 * 2.0**-8 * float(in_place.abs().max())
@@ -143,8 +152,7 @@ def test_prompts_with_sinks_in_bfloat16_are_those_in_place(kind: str, kv: str) -
     model = family("gpt-oss", "kvloom", **experts, **one)
     with torch.no_grad():
         model.model.layers[0].self_attn.sinks.copy_(torch.linspace(-1, 4, 4))
-    is_told = DEVICE.type == "cpu" or kind == "full_attention" or flash.has_windows()
-    expect_gathered_as_in_place(model, kv, is_told)
+    expect_gathered_as_in_place(model, kv)
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

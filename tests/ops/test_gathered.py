@@ -178,61 +178,51 @@ def test_counts_that_are_not_those_of_the_batch(counts: Counts, said: str) -> No
         ops.attend(case.query, case.kv, replace(case.batch(), counts=counts))
 
 
-@pytest.mark.parametrize("has_rows_of_tokens", [False, True])
-def test_windows_on_a_device(has_rows_of_tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What FlashAttention is told, whose window counts the tokens before a query's own, and what it says."""
+@pytest.mark.parametrize("window", [None, 4])
+def test_flash_attention_is_told(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's operator is told on a device, and what it says."""
     case = make_case([6, 6], [11, 11], head_dim=20, ratio=2)
-    scores = Scores(window=4, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    scores = Scores(window=window, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
-    def varlen(
-        query: Tensor, key: Tensor, value: Tensor, new: Tensor, seen: Tensor, most_new: int, most_seen: int,
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool, return_aux: str,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        assert return_aux == "logarithms"
-        assert new.dtype == seen.dtype == torch.int32
-        assert (most_new, most_seen) == (int(new.diff().max()), int(seen.diff().max()))
-        assert query.shape[2] == key.shape[2] == value.shape[2] == 24
-        assert enable_gqa == (query.shape[1] != key.shape[1])
-        out, lse = [], []
-        for b in range(len(new) - 1):
-            q, k, v = (
-                x[starts[b] : starts[b + 1]].transpose(0, 1)
-                for x, starts in ((query, new), (key, seen), (value, seen))
-            )
-            k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
-            behind = (
-                torch.arange(q.shape[1]).unsqueeze(1) + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
-            )
-            left, right = window_size
-            hidden = (behind > left) | (behind < -right)
-            logits = ((q @ k.mT) * scale).masked_fill(hidden, float("-inf"))
-            out.append((logits.softmax(-1) @ v).transpose(0, 1))
-            lse.append(logits.logsumexp(-1))
-        by_head = torch.cat(lse, 1)
-        return torch.cat(out), by_head.mT if has_rows_of_tokens else by_head
+    def operator(
+        query: Tensor, key: Tensor, value: Tensor, new: None, seen: None, most_new: int, most_seen: int,
+        dropout: float, is_causal: bool, has_mask: bool, *, scale: float, window_size_left: int,
+        window_size_right: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert new is seen is None
+        assert (dropout, has_mask) == (0.0, False)
+        assert (most_new, most_seen) == (query.shape[1], key.shape[1])
+        assert query.shape[3] == key.shape[3] == value.shape[3] == 24
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        behind = torch.arange(most_new).unsqueeze(1) + most_seen - most_new - torch.arange(most_seen)
+        hidden = behind < -window_size_right
+        if not is_causal:
+            hidden |= behind > window_size_left
+        assert is_causal == (window_size_left == -1)
+        logits = ((q @ k.mT) * scale).masked_fill(hidden, float("-inf"))
+        return (logits.softmax(-1) @ v).transpose(1, 2), logits.logsumexp(-1), query, query, query
 
     def on_a_device(
         query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        assert window == 4
-        out, lse = flash._windowed(*flash._of_one_width(query, key, value), scale, window)
+        out, lse = flash._flash(*flash._of_one_width(query, key, value), scale, window)
         found = out[..., : value.shape[3]].transpose(1, 2), lse.transpose(1, 2)
         torch.testing.assert_close(found, flash.attention_part(query, key, value, scale, window))
         return found
 
-    monkeypatch.setattr(flash, "_varlen_attention", lambda: (varlen, "logarithms"))
+    monkeypatch.setattr(torch.ops.aten._flash_attention_forward, "default", operator)
     monkeypatch.setattr(gathered, "attention_part", on_a_device)
     with gathering() as calls:
         torch.testing.assert_close(attend(case, scores), exact(case, scores).float(), rtol=1e-5, atol=1e-6)
     assert len(calls) == 1
 
 
-def test_this_torch_says_logarithms_of_windows() -> None:
-    """By what it says of tensors without memory."""
-    if not flash.has_windows():
-        pytest.skip("this torch has no windows")
+@pytest.mark.parametrize("window", [None, 3])
+def test_this_torch_has_the_operator(window: int | None) -> None:
+    """With these arguments, by what it says of tensors without memory."""
     query, key = torch.empty(2, 8, 5, 16, device="meta"), torch.empty(2, 4, 9, 16, device="meta")
-    out, lse = flash._windowed(query, key, key, 1.0, 3)
+    out, lse = flash._flash(query, key, key, 1.0, window)
     assert out.shape == query.shape
     assert lse.shape == query.shape[:3]
     assert lse.dtype == torch.float32

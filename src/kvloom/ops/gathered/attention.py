@@ -100,7 +100,7 @@ def why_not(query: Tensor, kv: KVView, batch: Batch, scores: Scores, is_latent: 
     if kv.device.type != "cuda":
         return None
     head_dim = max(query.shape[2], kv.value.head_dim)
-    return why_not_on_cuda(kv.device, query.dtype, head_dim, is_windowed=scores.window is not None)
+    return why_not_on_cuda(kv.device, query.dtype, head_dim)
 
 
 def attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor:
