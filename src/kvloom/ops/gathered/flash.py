@@ -15,6 +15,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 MAX_WIDTH: Final = 256
 """Largest head dim of FlashAttention."""
 
+_FLASH: Final = torch.ops.aten._flash_attention_forward.default
+"""The operator under all of torch's ways to it: ``causal_lower_right``, which no mode of torch may look at,
+and ``varlen_attn``, which has windows."""
+
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """Causal attention of the last Q of N tokens, each of which sees a token.
@@ -67,17 +71,12 @@ def _of_one_width(*sides: Tensor) -> Iterator[Tensor]:
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention ``[R, Hq, Q, D]`` by FlashAttention, and logarithms ``[R, Hq, Q]``.
-
-    The operator is the one under all of torch's ways to it: ``causal_lower_right``, which no mode of torch
-    may look at, and ``varlen_attn``, which has windows.
-    """
+    """Attention ``[R, Hq, Q, D]`` by FlashAttention, and logarithms ``[R, Hq, Q]``."""
     rows = (x.transpose(1, 2) for x in (query, key, value))
     tokens = None, None, query.shape[2], key.shape[2]
     # A window counts the tokens before a query's own and those after it; -1 is for all.
     sides = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
-    flash = torch.ops.aten._flash_attention_forward.default
-    out, lse = flash(*rows, *tokens, 0.0, window is None, False, scale=scale, **sides)[:2]
+    out, lse = _FLASH(*rows, *tokens, 0.0, window is None, False, scale=scale, **sides)[:2]
     return out.transpose(1, 2), lse
 
 
