@@ -22,6 +22,8 @@ STRIDE = 1 if is_whole() else 4
 class Refusing(TorchDispatchMode):
     """The n-th operator that makes a tensor finds no memory. Kernels of this library may need some, too."""
 
+    __module__ = "torch.utils"  # it computes nothing: pools find pages within it, as within torch's own modes
+
     def __init__(self, fail_at: int) -> None:
         super().__init__()
         self.fail_at = fail_at

@@ -89,7 +89,7 @@ def store(
         raise ArgumentError(f"full_range must be a bool, got {full_range!r}")
     transform = _transform(smoothing, positions, blocks)
     given = key, value, slots, kv, full_range, transform
-    is_on_gpu = backend == "auto" and kv.device.type in steps.DEVICES
+    is_on_gpu = backend == "auto" and kv.key.device.type in steps.DEVICES
     if steps.store_step(*given) if is_on_gpu else backend in COMPILED and store_plain(*given):
         return
     if smoothing is not None:
@@ -316,7 +316,7 @@ def attend(
     if is_latent:
         kv, is_latent = latent_view(kv)
     may_gather = backend == "auto" and batch.counts is not None and kv.device.type in gathered.DEVICES
-    is_step = batch.is_fixed and kv.device.type in steps.DEVICES and backend == "auto" and out is None
+    is_step = batch.is_fixed and kv.key.device.type in steps.DEVICES and backend == "auto" and out is None
     if is_step and not may_gather and steps.is_step(query, scores):
         own = query, kv, batch, scores, is_latent
         if (step := steps.attend_step(*own, lambda: expect_attend(*own))) is not None:

@@ -96,7 +96,7 @@ def attend_part(
         if prior is not None:
             _expect_part(prior, sizes, kv.device)
 
-    is_step = batch.is_fixed and kv.device.type in steps.DEVICES and backend == "auto"
+    is_step = batch.is_fixed and kv.key.device.type in steps.DEVICES and backend == "auto"
     if is_step and not may_gather and skip_from is None and steps.is_step(query, scores):
         found = steps.attend_step(query, kv, batch, scores, is_latent, expect_all, skip, before)
         if found is not None and found[1] is not None:

@@ -101,7 +101,7 @@ def store_step(
     Returns:
         Whether they were stored; if not, nothing was written.
     """
-    if kv.device.type not in DEVICES or not (is_eager(key) and isinstance(slots, Tensor)):
+    if kv.key.device.type not in DEVICES or not (is_eager(key) and isinstance(slots, Tensor)):
         return False
     if triton.why_not_installed() is not None:
         return False
@@ -122,7 +122,7 @@ def keep_store(
     key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, full_range: bool, transform: tuple[Any, ...]
 ) -> None:
     """Keep that these arguments of ``store_step`` were checked, and their launch, if there is one."""
-    if kv.device.type not in DEVICES or not is_eager(key) or not slots.numel() or not kv.num_heads:
+    if kv.key.device.type not in DEVICES or not is_eager(key) or not slots.numel() or not kv.num_heads:
         return
     if key.ndim == 4 and 1 not in (key.shape[0], key.shape[2]):
         return
