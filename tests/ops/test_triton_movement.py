@@ -99,7 +99,7 @@ def test_codes_of_every_group(
 ) -> None:
     bits, full_range = quant
     rng = generator(width)
-    x = torch.randn(5, 3, width, generator=rng) * 10.0 ** (torch.rand(5, 3, 1, generator=rng) * 12 - 7)
+    x = torch.randn(5, 4, width, generator=rng) * 10.0 ** (torch.rand(5, 4, 1, generator=rng) * 12 - 7)
     x[0, 0] = 0.0
     for group in (g for g in range(1, width + 1) if width % g == 0 and g * bits % 8 == 0):
         quantize_both(x.to(dtype), QuantSpec(bits, group, scale_dtype, full_range=full_range))

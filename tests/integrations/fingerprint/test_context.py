@@ -220,6 +220,20 @@ def test_a_setting_that_changes_a_bit_is_a_state_of_its_own(name: str) -> None:
     assert Context({"cpu", "cuda"}).text() == ""
 
 
+def test_operators_are_told_apart_that_are_as_many() -> None:
+    libraries = [torch.library.Library("aten", "IMPL") for _ in range(2)]
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for library, name in zip(libraries, ("silu", "tanh"), strict=True):
+            library.impl(name, torch.relu, "CPU")
+            found.append(Context({"cpu"}).text())
+            library._destroy()
+    assert found[0] != found[1]
+    assert "" not in found
+    assert Context({"cpu"}).text() == ""
+
+
 def test_settings_of_another_device_are_named_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of the CPU can try those of CUDA; each has a name, and a value that is compared."""
     cuda, cpu = Context({"cuda"}), Context({"cpu"})
