@@ -16,8 +16,9 @@ _NAMES: Final[WeakKeyDictionary[object, str]] = WeakKeyDictionary()
 _OF_TORCH: Final = "torch."
 """Package whose modes observe, name a device, or compute no values."""
 _OPERATORS: Final = "aten/"
-_WITHOUT_VALUES: Final = "aten/_", "Meta", "MPS"
-"""Operators that models do not call, and devices that are no part of a state."""
+_WITHOUT_VALUES: Final = "aten/_", "Meta", "MPS", "FuncTorchBatched"
+"""Operators that models do not call, and keys that are no part of a state: torch itself registers some of the
+last, those of ``vmap``, when a part of it is imported."""
 
 
 _LAST: Final[list[tuple[set[str], tuple[str, ...]]]] = [(set(), ())]
