@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import KVCache, KVPool, content_of, enable
-from kvloom.integrations.transformers.fingerprint.module_reader import _UNWATCHED
+from kvloom.integrations.transformers.fingerprint.unread import UNWATCHED
 from kvloom.integrations.transformers.models.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
 from kvloom.integrations.transformers.models.remembered import memory_of, remembered_names
 from kvloom.integrations.transformers.versions import IS_4
@@ -394,7 +394,7 @@ def test_a_forward_writes_what_is_remembered_and_nothing_else(name: str) -> None
     unknown = {
         (type(module).__name__, attribute)
         for module, attribute in written
-        if attribute not in _UNWATCHED and attribute not in remembered_names(module)
+        if attribute not in UNWATCHED and attribute not in remembered_names(module)
     }
     assert unknown == set()
     remembered = {attribute for module, attribute in written if attribute in remembered_names(module)}
