@@ -224,7 +224,7 @@ def test_layers_on_two_devices_keep_and_store_their_pages(kv: str) -> None:
     """On a machine without a second CUDA device the CPU is both, behind accelerate's hooks."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate comes with peft")
     if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("there is one CUDA device")
+        pytest.skip("layers on two devices need two, and there is one CUDA device")
     first, second = ("cuda:0", "cuda:1") if DEVICE.type == "cuda" else ("cpu", "cpu")
     model, tokens = make_model("kvloom"), text(40).to(first)
     halves = {"model.embed_tokens": first, "model.rotary_emb": first, "model.layers.0": first}

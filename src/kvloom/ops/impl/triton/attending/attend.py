@@ -15,7 +15,7 @@ from kvloom.core.views import Side, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl.triton.attending.cache import CacheKind, describe_cache
 from kvloom.ops.impl.triton.attending.launch import AttendLaunch, Formula, Sizes
-from kvloom.ops.impl.triton.attending.plan import Lengths, most_splits
+from kvloom.ops.impl.triton.attending.plan import Lengths, lengths_of, most_splits
 from kvloom.ops.impl.triton.attending.tile import Bias, Joint, Table
 
 NUM_SHARED: Final = 18
@@ -91,14 +91,7 @@ def launch_attend(
     out, joint = outputs(query, kind.value_dim, (prior, prior_lse) if is_part else None)
     if out.numel():
         bias = bias_of(mask, alibi_slopes, sinks, *(positional or (None, None, None)))
-        lengths = Lengths(
-            seqstarts.contiguous(),
-            kvstarts.contiguous(),
-            None if first_visible is None else first_visible.contiguous(),
-            ENDLESS if window is None else min(window, ENDLESS),
-            None if skip is None else min(skip, ENDLESS),
-            None if skip_from is None else skip_from.contiguous(),
-        )
+        lengths = lengths_of(seqstarts, kvstarts, first_visible, window, skip, skip_from)
         index = CacheIndex(table, row_starts, page_size)
         pairs = positional[1].shape[1] if positional else 0
         formula = Formula(scale, is_causal, softcap or 0.0, decoding_batches, pairs, *strides_of(mask))

@@ -16,7 +16,9 @@ from typing import Any, Final, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from kvloom.core.indexing import ENDLESS
 from kvloom.ops.impl.triton.launching import LAUNCHED_EARLY, overlaps, wait_for_earlier
 
 FEW: Final = 16
@@ -51,6 +53,25 @@ class Lengths(NamedTuple):
     window: int  # ENDLESS for none
     skip: int | None = None  # last tokens that a row skips, among those from skip_from on
     skip_from: Any = None
+
+
+def lengths_of(
+    seqstarts: Tensor,
+    kvstarts: Tensor,
+    first_visible: Tensor | None,
+    window: int | None,
+    skip: int | None = None,
+    skip_from: Tensor | None = None,
+) -> Lengths:
+    """Lengths of a batch, and windows, from the arguments of the operators."""
+    return Lengths(
+        seqstarts.contiguous(),
+        kvstarts.contiguous(),
+        None if first_visible is None else first_visible.contiguous(),
+        ENDLESS if window is None else min(window, ENDLESS),
+        None if skip is None else min(skip, ENDLESS),
+        None if skip_from is None else skip_from.contiguous(),
+    )
 
 
 class Items(NamedTuple):

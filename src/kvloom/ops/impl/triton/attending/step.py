@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvloom.core.indexing import ENDLESS
 from kvloom.core.memo import form_of
 from kvloom.core.views import KVView
 from kvloom.ops.impl.triton.attending.attend import bias_of, launch_of, outputs
 from kvloom.ops.impl.triton.attending.cache import CacheKind, CacheViews, describe_cache
 from kvloom.ops.impl.triton.attending.launch import AttendLaunch, Formula
-from kvloom.ops.impl.triton.attending.plan import Lengths
+from kvloom.ops.impl.triton.attending.plan import lengths_of
 from kvloom.ops.impl.triton.configs import tuning
 from kvloom.ops.scores import Batch, Scores
 
@@ -90,13 +89,7 @@ def _prepare(
     skip: int | None,
 ) -> AttendLaunch:
     """Launch of a batch for caches of a kind; its plan is launched now."""
-    lengths = Lengths(
-        batch.seqstarts.contiguous(),
-        batch.kvstarts.contiguous(),
-        None if batch.first_visible is None else batch.first_visible.contiguous(),
-        ENDLESS if scores.window is None else min(scores.window, ENDLESS),
-        None if skip is None else min(skip, ENDLESS),
-    )
+    lengths = lengths_of(batch.seqstarts, batch.kvstarts, batch.first_visible, scores.window, skip)
     bias = scores.positional_bias
     pairs = 0 if bias is None else bias.frequencies.shape[1]
     softcap = scores.softcap or 0.0
